@@ -280,7 +280,7 @@ def test_a_cost_adds_up_and_scales_by_name():
     cost = Cost({"params": 1.0, "activations": 3.0}, {"compute": 2.0, "recompute": 1.0})
     assert (cost.peak_bytes, cost.step_seconds) == (4.0, 3.0)
     assert cost.scaled(activations=0.5, recompute=0.0).peak_bytes == 2.5
-    with pytest.raises(ValueError, match="no part of a cost"):
+    with pytest.raises(ValueError, match="not a part of a cost"):
         cost.scaled(activation=0.5)
 
 

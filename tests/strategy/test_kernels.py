@@ -123,7 +123,7 @@ class Scaled(nn.Module):
 def test_a_chunked_loss_that_cannot_work_is_refused():
     with pytest.raises(UnsupportedMethodError, match="does not return the unchanged output of a linear layer"):
         accelerate(["chunked_cross_entropy"], Scaled(), ignore_dryrun_on_load_strategy=True)
-    with pytest.raises(UnsupportedMethodError, match="none was given"):
+    with pytest.raises(UnsupportedMethodError, match="there is none"):
         accelerate(["chunked_cross_entropy"], loss=None)
     with pytest.raises(UnsupportedMethodError, match="has no linear layer"):
         accelerate(["chunked_cross_entropy"], nn.Sequential(nn.Conv1d(1, 1, 1)))
@@ -158,9 +158,7 @@ def test_fp8_takes_the_head_when_it_is_named():
 
 
 def test_fp8_says_which_names_it_knows():
-    with pytest.raises(
-        MethodConfigError, match="'haed' is in the name of no linear layer of TinyGPT.*blocks.0.attention.q"
-    ):
+    with pytest.raises(MethodConfigError, match="'haed' matches no linear layer of TinyGPT.*blocks.0.attention.q"):
         find_method("fp8").check(Fp8().parse({"include": "haed"}), type("Site", (), {"model": make_model()}))
     with pytest.raises(MethodConfigError, match="HYBRID"):
         Strategy([("fp8", {"format": "HYBRIT"})])

@@ -661,7 +661,7 @@ def test_mistakes_are_refused_on_all_ranks_with_what_to_do(world2):
         ([("mixed_parallel", None)], MethodConfigError, "parallel_mode is missing"),
         ([("ds_3d_parallel", {"parallel_mode": [("pipe", 2)], "tensor_config": {"up": "colwise"}})], MethodConfigError, "no 'tensor' axis"),
         ([("mixed_parallel", {"parallel_mode": [("pipe", 2)]}), "pipeline_parallel"], ConflictError, "pipe_config"),
-        ([("mixed_parallel", {"parallel_mode": [("pipe", 2)]}), "parallel_mode"], ConflictError, "stands for"),
+        ([("mixed_parallel", {"parallel_mode": [("pipe", 2)]}), "parallel_mode"], ConflictError, "includes"),
     ],
 )  # fmt: skip
 def test_plans_with_pipelines_that_cannot_work_are_refused(plan, kind, pattern):

@@ -198,7 +198,7 @@ def test_wrong_settings_and_places_are_refused_by_name():
         ({"impl": "ulises"}, MethodConfigError, "ulysses"),
         ({"seq_dim": -1}, MethodConfigError, "seq_dim"),
         ({"set_sp_func_name": "a b"}, MethodConfigError, "name of a method"),
-        ({"batch_sp_processing_fn": 3}, MethodConfigError, "is no function"),
+        ({"batch_sp_processing_fn": 3}, MethodConfigError, "is not a function"),
         ({"module": 3}, MethodConfigError, "classes or names"),
         ({"module": "Blok"}, MethodConfigError, "Block"),
         ({"module": Block}, MethodConfigError, "has no method 'set_sp'"),

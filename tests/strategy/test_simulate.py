@@ -329,14 +329,14 @@ def test_a_model_that_reads_values_fails_with_the_reason():
 def test_a_pipeline_is_refused_at_once_with_the_reason():
     plan = Strategy([("parallel_mode", [("pipe", 2), ("data", 2)]), "pipeline_parallel"])
     found = simulate(make_task(), plan, world=4)
-    assert found.failure.startswith("the stages of a pipeline") and not found.memory
+    assert found.failure.startswith("pipeline stages exchange") and not found.memory
 
 
 @pytest.mark.slow
 def test_sharding_without_a_data_rank_to_share_with_is_left_out():
     for axes in ([("tensor", 2)], [("tensor", 2), ("zero", 1)]):
         plan = Strategy([("parallel_mode", axes), TENSOR, "fsdp"])
-        with pytest.warns(UserWarning, match="nothing to split over"):
+        with pytest.warns(UserWarning, match="nothing to shard"):
             resolved = resolve_plan(plan, model=make_model(), device="cpu", world=2)
         assert resolved.config("fsdp") is None and dict(resolved.dropped).keys() == {"fsdp"}
     assert simulate(make_task(), plan, world=2).failure is None

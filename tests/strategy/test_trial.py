@@ -91,7 +91,7 @@ def test_one_process_tries_several_plans_and_the_caller_stays_as_it_was():
 @pytest.mark.parametrize(
     ("hurts", "outcome", "message"),
     [
-        pytest.param(trial_tasks.sleeps, "timeout", "nothing was heard for 5 s", marks=pytest.mark.slow),
+        pytest.param(trial_tasks.sleeps, "timeout", "no progress for 5 s", marks=pytest.mark.slow),
         pytest.param(trial_tasks.overflows, "nonfinite", "training step 1 is nan", marks=pytest.mark.slow),
         pytest.param(trial_tasks.runs_out, "oom", "Tried to allocate 2.00 GiB.", marks=pytest.mark.slow),
         pytest.param(trial_tasks.exits, "error", "exit code 7", marks=pytest.mark.slow),
@@ -341,7 +341,7 @@ def agreed_on_two_ranks(world2, *names):
 @pytest.mark.slow
 def test_two_ranks_agree_when_one_hangs(world2):
     found = agreed_on_two_ranks(world2, "sleeps_on_rank_1")
-    assert found["sleeps_on_rank_1"][0] == "timeout" and "nothing was heard for 4 s" in found["sleeps_on_rank_1"][1]
+    assert found["sleeps_on_rank_1"][0] == "timeout" and "no progress for 4 s" in found["sleeps_on_rank_1"][1]
 
 
 @pytest.mark.slow

@@ -213,7 +213,7 @@ def test_a_search_without_a_plan_does_not_end_a_training(outcome, monkeypatch):
 
 def test_auto_accelerate_changes_nothing_where_every_trial_failed(monkeypatch):
     monkeypatch.setattr(find, "find_plan", failing("every trial failed"))
-    with pytest.warns(DrivetrainWarning, match="trains as it is"):
+    with pytest.warns(DrivetrainWarning, match="trains without one"):
         status, result, plan = call()
     assert status and len(plan) == 0 and plan.failure is None and plan.rejected == ("eager: error (why)",)
     expected, _ = plain_losses()

@@ -85,7 +85,7 @@ class Application:
         self.sample = sample
         """Runs a model on a few samples and returns its outputs; None where no data is at hand."""
         self.notes: list[str] = []
-        """What methods found out while they were applied."""
+        """Notes of the methods from when they were applied."""
         self.ddp_settings: Settings = {}
         self.input_changes: list[Callable[[Tensor], Tensor]] = []
         self.loss_changes: list[Callable[[LossFunc], LossFunc]] = []
@@ -230,12 +230,12 @@ def _refuse_optimizer(app: Application) -> None:
         "fsdp": plan.config("fsdp") is not None,
         "zero2": plan.config("zero2") is not None,
         "a tensor axis": axes["tensor"] > 1,
-        "data ranks beside a pipeline": axes["pipe"] > 1 and plan.data_ranks > 1,
+        "data ranks with a pipeline": axes["pipe"] > 1 and plan.data_ranks > 1,
     }
     if found := [name for name, holds in reasons.items() if holds]:
         raise UnsupportedMethodError(
-            f"Adafactor and {found[0]} cannot be used together: torch's Adafactor squares norms of rows and columns in place, which torch "
-            "cannot do to parameters that are split over ranks. Use zero1 or plain data parallelism with it, or another optimizer."
+            f"Adafactor and {found[0]} cannot be used together: torch's Adafactor squares row and column norms in place, which is not "
+            "supported for sharded parameters. Use zero1 or plain data parallelism with it, or another optimizer."
         )
 
 
@@ -313,7 +313,7 @@ def _warn_unused(app: Application) -> None:
     if given and app.plan.site.world > 1 and text not in app.notes:
         app.note(text)
         if is_master():
-            warnings.warn(f"{text}. Leave them out.", DrivetrainWarning, stacklevel=2)
+            warnings.warn(f"{text}. Remove them.", DrivetrainWarning, stacklevel=2)
 
 
 def _place(app: Application) -> None:
@@ -358,7 +358,7 @@ def apply_to_context(plan: "Strategy", context: Context) -> Context:
     model = getattr(context, "model", None)
     if model is None:
         raise ConfigError(
-            f"a plan needs the item 'model' in the Context; it has: {', '.join(context._items()) or 'nothing'}."
+            f"a plan needs the item 'model' in the Context, which has: {', '.join(context._items()) or 'nothing'}."
         )
     check_model(model, "Strategy.apply")
     resolved = resolve_plan(plan, model=model, device=context.device)
@@ -369,7 +369,7 @@ def apply_to_context(plan: "Strategy", context: Context) -> Context:
         if (size := getattr(loader, "global_batch_size", None)) is not None:
             plan_batch(size, resolved.data_ranks, *resolved.batch_split)
         elif resolved.batch_split != (None, None):
-            raise ConfigError(f"{resolved.splitter} needs a loader that was made with global_batch_size=.")
+            raise ConfigError(f"{resolved.splitter} needs a loader created with global_batch_size=.")
     app = Application(context, resolved, loss_func=getattr(context, "loss_func", None))
     app.recipe = None if app.optimizer is None else recipe_of(app.optimizer, model)
     finish(apply_to_called_model(app), loader)

@@ -51,7 +51,7 @@ def plan_batch(
         if micro * accumulation != per_rank:
             wanted = micro * accumulation * data_ranks
             raise BatchSizeError(
-                f"micro_batch asks for {micro} x {accumulation} samples on each of {data_ranks} data ranks, which is {wanted}; the "
+                f"micro_batch requests {micro} x {accumulation} samples on each of {data_ranks} data ranks, which is {wanted}; the "
                 f"global batch size is {global_size}. Give size or accumulation alone, or the batch size {wanted}."
             )
     elif micro:

@@ -98,7 +98,7 @@ class DeviceSpec:
             held = load_json(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ConfigError(
-                f"device {str(path)!r} is not JSON: {error}. Write an object with a DeviceSpec's fields."
+                f"device {str(path)!r} is not JSON: {error}. Expected an object with the fields of DeviceSpec."
             ) from error
         if not isinstance(held, Mapping):
             raise ConfigError(

@@ -78,7 +78,7 @@ def verify_plan(
     if task.model is not None and _on_meta(task.model):
         model, text = stand_in(task.model, plan)
         if model is None:
-            return DryRunOutcome(notes=(f"dry run: left out, because {text}",))
+            return DryRunOutcome(notes=(f"dry run: skipped, because {text}",))
         task, notes = replace(task, model=model, model_fn=None), (f"dry run: {text}",)
     if batch is not None:
         plan = replace(plan, batch=batch)
@@ -125,7 +125,7 @@ def _try_plan(plan: Strategy, task: TrainingTask, device: torch.device) -> DryRu
     try:
         trial = task.build()
     except Exception as error:  # a model may hold anything; one that cannot be copied cannot be tried
-        return DryRunOutcome(notes=(f"dry run: left out, because the model cannot be copied ({error})",))
+        return DryRunOutcome(notes=(f"dry run: skipped, because the model cannot be copied ({error})",))
     kind, message = "ok", ""
     try:
         kind, message = _run(trial, plan, resolved, task)
@@ -190,7 +190,10 @@ def stand_in(model: nn.Module, plan: Strategy) -> tuple[nn.Module | None, str]:
     with torch.no_grad():
         for name, tensor in (*small.named_parameters(), *small.named_buffers()):
             tensor.copy_(state[name])
-    return small, f"the model is on the meta device, so one with {sum(counts)} blocks and made-up weights was tried"
+    return (
+        small,
+        f"the model is on the meta device, so a smaller one with {sum(counts)} blocks and random weights was tried",
+    )
 
 
 def _on_meta(model: nn.Module) -> bool:

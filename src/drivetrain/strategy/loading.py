@@ -46,7 +46,7 @@ class SplitBatches:
             if len(rows) < self.parts:
                 raise BatchSizeError(
                     f"batch_sampler gave a batch of {len(rows)} samples, which cannot be split into {self.parts} parts (data ranks x "
-                    f"accumulation). Give batches of at least {self.parts}, or drop the short one."
+                    f"accumulation). Give batches of at least {self.parts}, or drop the last short batch."
                 )
             for part in range(self.parts):
                 first, size = share_of(len(rows), part, self.parts)

@@ -40,8 +40,8 @@ def fit_axes(axes: Axes, world: int) -> Axes:
     if "data" not in sizes:
         if others != world:
             raise StrategyError(
-                f"parallel_mode: the axes {shown} make {others} processes, and there are {world}. Add a 'data' axis, which stretches "
-                f"to fit, or start {others} processes."
+                f"parallel_mode: the axes {shown} need {others} processes, but there are {world}. Add a 'data' axis, which adapts "
+                f"its size, or start {others} processes."
             )
         return axes
     if world % others:

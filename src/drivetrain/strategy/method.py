@@ -103,7 +103,7 @@ class Method(Generic[C]):
     ignored_keys: ClassVar[tuple[str, ...]] = ()
     """Keys of those libraries that have no meaning here: they warn, by name."""
     why: ClassVar[str] = ""
-    """What the method is good for, in half a sentence; `explain()` shows it."""
+    """What the method does, as a short phrase; `explain()` shows it."""
 
     # What the user wrote.
 
@@ -121,7 +121,7 @@ class Method(Generic[C]):
         for key, value in config.items():
             if key in self.ignored_keys:
                 warnings.warn(
-                    f"{self.name}: the key {key!r} has no effect here and is left out.", DrivetrainWarning, stacklevel=4
+                    f"{self.name}: the key {key!r} has no effect and is ignored.", DrivetrainWarning, stacklevel=4
                 )
                 continue
             name = self.renamed.get(key, key)
@@ -143,7 +143,7 @@ class Method(Generic[C]):
 
     def bad(self, key: str, given: object, expected: str) -> MethodConfigError:
         """Return the error for a value that this method does not understand."""
-        return MethodConfigError(f"{self.name}: {key}={given!r} is not understood; expected {expected}.")
+        return MethodConfigError(f"{self.name}: {key}={given!r} is not valid; expected {expected}.")
 
     def expand(self, config: C) -> Settings | None:
         """Return the methods that this one stands for, each with what `parse` takes; None for a method of its own."""
@@ -165,7 +165,7 @@ class Method(Generic[C]):
     def is_redundant(self, config: C, site: Site) -> str | None:
         """Return why the method would do nothing in this place, or None; a redundant method is dropped with this reason."""
         if self.needs_processes and site.world == 1:
-            return "it has no meaning on one process"
+            return "it needs more than one process"
         return None
 
     # What a search asks.
@@ -185,9 +185,9 @@ class Method(Generic[C]):
     unproved_on: ClassVar[frozenset[str]] = frozenset()
     """Kinds of devices on which it pays only sometimes, so that it is not chosen without a trial."""
     is_minor: ClassVar[bool] = False
-    """Whether two plans that differ in it alone teach the same in a trial."""
+    """Whether two plans that differ only in it give the same information in a trial."""
     is_simple: ClassVar[bool] = False
-    """Whether it leaves a plan as simple as it was, when a tie is decided."""
+    """Whether it does not count as a method when ties are broken by the number of methods."""
     must_win: ClassVar[bool] = False
     """Whether the fastest plan is also tried without it, before it is chosen."""
 

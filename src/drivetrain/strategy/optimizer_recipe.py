@@ -46,7 +46,7 @@ class OptimizerRecipe:
             return self.existing
         if self.existing.state:
             raise ConfigError(
-                f"the plan makes a new optimizer in place of the {type(self.existing).__name__} given, which has state already. Apply "
+                f"the plan replaces the {type(self.existing).__name__}, which already has state. Apply "
                 "the plan before the first step."
             )
         return self._build(model)
@@ -64,7 +64,7 @@ def recipe_of(optimizer: Optimizer, model: nn.Module) -> OptimizerRecipe:
     missing = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in by_id]
     if missing:
         raise ConfigError(
-            f"the optimizer holds {len(missing)} parameters that are not the model's. A plan is applied to one model and its optimizer."
+            f"the optimizer holds {len(missing)} parameters that are not in the model. Apply a plan to one model and its optimizer."
         )
     layout = tuple(  # only what a group has of its own: the rest comes from the settings, which methods may change
         (tuple(by_id[id(p)] for p in group["params"]), _own_settings(group, optimizer.defaults))

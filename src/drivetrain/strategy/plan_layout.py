@@ -78,8 +78,8 @@ def joined_state(context: Context, state: StateDict) -> StateDict:
         own["optimizer"] = save_optimizer(optimizer, parameter_names(context))
         if not all("param_names" in group for group in own["optimizer"]["param_groups"]):
             raise StateError(
-                f"the state of {type(optimizer.inner).__name__} does not know its parameters by name, so the stages of the pipeline "
-                "cannot be joined. Save each rank's state_dict() and resume on the same mesh."
+                f"the state of {type(optimizer.inner).__name__} has no parameter names, so the stages of the pipeline cannot be "
+                "joined. Save each rank's state_dict() and resume on the same mesh."
             )
     own = tree_map_only(Tensor, _full, own)
     if 0 not in dist.get_process_group_ranks(pipeline.group):
@@ -115,8 +115,9 @@ def check_stages(model: object, state: Mapping[str, Any]) -> StateDict:
             else f"this rank has {_said(_stages(model))} now"
         )
         raise StateError(
-            f"this state holds one rank's part of a pipeline, {_said(saved)}, and {now}. It resumes on the mesh and with the split it was "
-            "saved under. For another plan, save context.state_dict(full=True), called on all ranks, which joins the stages."
+            f"this state holds one rank's part of a pipeline, {_said(saved)}, but {now}. Resume it on the same mesh "
+            f"with the same split. For "
+            f"another plan, save context.state_dict(full=True), called on all ranks, which joins the stages."
         )
     return {name: value for name, value in state.items() if name != STAGES}
 

@@ -53,8 +53,8 @@ def dump(plan: "Strategy") -> str:
         return json.dumps(as_plain(plan), indent=2)
     except TypeError as error:
         raise StrategyFormatError(
-            f"the plan holds something that JSON cannot: {error}. Functions in a configuration cannot be saved; pass them again when "
-            "the plan is loaded."
+            f"the plan cannot be written as JSON: {error}. Functions in a configuration are not saved; pass them again when "
+            f"you load the plan."
         ) from error
 
 
@@ -91,7 +91,7 @@ def load(plan: "type[Strategy]", source: object, allow_pickle: bool = False) -> 
         path = Path(source)
         if not path.is_file():
             raise FileNotFoundError(
-                f"{os.fspath(source)!r} is no file with a plan. A plan is a path, JSON text, or a list such as "
+                f"{os.fspath(source)!r} is not a plan file. A plan is a path, JSON text, or a list such as "
                 "['parallel_mode', ('amp_native', 'bf16')]."
             )
         return _from_bytes(plan, path.read_bytes(), allow_pickle, repr(os.fspath(source)))
@@ -128,7 +128,7 @@ def _from_plain(plan: "type[Strategy]", value: Mapping[str, object]) -> "Strateg
     schema = value.get(MARK)
     if not isinstance(schema, int) or isinstance(schema, bool):
         raise StrategyFormatError(
-            f"this is no plan: the key {MARK!r} with a schema number is missing. Keys given: {', '.join(map(str, value)) or 'none'}."
+            f"this is not a plan: the key {MARK!r} with a schema number is missing. Keys given: {', '.join(map(str, value)) or 'none'}."
         )
     if schema > SCHEMA:
         raise StrategyFormatError(
@@ -137,7 +137,7 @@ def _from_plain(plan: "type[Strategy]", value: Mapping[str, object]) -> "Strateg
         )
     while schema < SCHEMA:
         if schema not in _MIGRATIONS:
-            raise StrategyFormatError(f"the plan has schema {schema}, which never existed; the oldest is {SCHEMA}.")
+            raise StrategyFormatError(f"the plan has schema {schema}, which is not valid; the oldest is {SCHEMA}.")
         value, schema = _MIGRATIONS[schema](value), schema + 1
     for key in value:
         if key not in _KEYS:

@@ -88,7 +88,7 @@ def resolve_plan(
         if reason is not None:
             if strict:
                 raise UnsupportedMethodError(
-                    f"{name} cannot be used on {place} with {world} processes: {reason}. Leave it out, or pass strict=False."
+                    f"{name} cannot be used on {place} with {world} processes: {reason}. Remove it, or pass strict=False."
                 )
             dropped.append((name, reason))
             del merged[name]
@@ -142,7 +142,7 @@ def _expanded(merged: dict[str, Any]) -> dict[str, Any]:
             parsed = find_method(part).parse(setting)
             if part in merged and setting is not None and merged[part] != parsed:
                 raise ConflictError(
-                    f"{name} stands for {', '.join(parts)}, and {part} is in the plan as well, with other settings. Keep one of them."
+                    f"{name} includes {', '.join(parts)}, and {part} is also in the plan, with other settings. Keep one of them."
                 )
             merged.setdefault(part, parsed)
     return merged

@@ -129,7 +129,7 @@ class Stepping:
 
     def _user_loss(self, inputs: object, outputs: object) -> Any:
         if self._loss_func is None:
-            raise ConfigError("no loss_func was given, so there is none to call.")
+            raise ConfigError("there is no loss_func. Pass one.")
         with self.precision.autocast(self.device.type):
             return self._loss_func(inputs, outputs)
 
@@ -220,8 +220,8 @@ def _mark_tied(pipeline: PipelinedModel, optimizer: Optimizer) -> None:
             other = everywhere.setdefault(shared, own)
             if own != other:
                 raise ConfigError(
-                    f"pipeline_parallel: {shared} are one parameter that several stages hold, and the optimizer would train it by {other} "
-                    f"in one of them and by {own} on rank {rank}. Put both names into groups with the same settings."
+                    f"pipeline_parallel: {shared} are one parameter shared by several stages, but the optimizer would use {other} in one "
+                    f"of them and {own} on rank {rank}. Put both names into groups with the same settings."
                 )
 
 
@@ -280,7 +280,7 @@ class PlannedOptimizer(Optimizer):
         if found:
             raise ConfigError(
                 f"unscale_(): {found[0]}, so clipping the model's parameters would be wrong. Call optim.clip_grad_norm_(max_norm) "
-                "instead, which is right for every plan."
+                "instead, which works with every plan."
             )
         if self.window_closed:
             self.stepping.stepper.finish()
@@ -346,7 +346,7 @@ class PlannedLoader(SmartDataLoader[Any]):
         """Let this loader open and close the windows."""
         if self.drop_last and stepping.window.length > 1 and self._samples() is None:
             raise ConfigError(
-                "drop_last with accumulation needs data whose length is known, to tell the last whole batch. Leave drop_last out."
+                "drop_last with accumulation needs data whose length is known, to find the last full batch. Remove drop_last."
             )
         self._stepping = stepping
 

@@ -77,7 +77,7 @@ class Strategy:
     reasons: tuple[str, ...] = field(default=(), kw_only=True)
     rejected: tuple[str, ...] = field(default=(), kw_only=True)
     dropped: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
-    """Methods that were asked for and not used, each with the reason."""
+    """Methods that were requested but not used, each with the reason."""
     fingerprint: Mapping[str, Any] | None = field(default=None, kw_only=True)
     failure: Failure | None = field(default=None, kw_only=True)
     search: Mapping[str, Any] | None = field(default=None, kw_only=True)
@@ -111,7 +111,7 @@ class Strategy:
         return self.opt_list[index]
 
     def __setitem__(self, index: int, value: object) -> NoReturn:
-        raise TypeError("a Strategy does not change; use plan.replace(index, method), which returns a new one.")
+        raise TypeError("a Strategy is immutable; use plan.replace(index, method), which returns a new one.")
 
     def __contains__(self, name: object) -> bool:
         return any(entry.name == name or entry == name for entry in self.opt_list)
@@ -206,7 +206,7 @@ class Strategy:
             raise PlanInfeasible(
                 f"the plan does not fit on {world_size} processes: {missing}. Use more processes, or search for a plan."
             )
-        memory = "memory is the earlier prediction in proportion" if predicted else "memory is not predicted for them"
+        memory = "memory is the earlier prediction in proportion" if predicted else "memory is not predicted"
         reasons = [text for text in self.reasons if not text.startswith("rescale:")]
         reasons.append(f"rescale: for {world_size} processes; {memory}, and times were left out")
         result = replace(
@@ -317,7 +317,7 @@ def as_entry(item: object) -> Entry:
         )
     name, config, tunable = (*item, None, False)[:3] if len(item) == 1 else (*item, False)[:3]
     if not isinstance(tunable, bool):
-        raise StrategyFormatError(f"{name!r}: tunable={tunable!r} is not understood; expected True or False.")
+        raise StrategyFormatError(f"{name!r}: tunable={tunable!r} is not valid; expected True or False.")
     method = find_method(name)
     return Entry(method.name, method.parse(config), tunable)
 

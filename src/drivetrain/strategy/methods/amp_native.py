@@ -64,8 +64,9 @@ class SixteenBits(Method):
     def check(self, config: Any, site: Site) -> None:
         if config.dtype == "bfloat16" and not _has_bf16(site.device):
             raise UnsupportedMethodError(
-                f"{self.name}: bfloat16 needs a CPU or a CUDA device of compute capability 8.0 or newer; {site.device} has none. Ask for "
-                "'fp16' or 'auto'."
+                f"{self.name}: bfloat16 needs a CPU or a CUDA device of compute capability 8.0 or newer; "
+                f"{site.device} does not support it. "
+                "Use 'fp16' or 'auto'."
             )
 
 
@@ -87,7 +88,7 @@ class AmpNative(SixteenBits):
             kinds = self.chosen_dtype(config, device), method.chosen_dtype(other, device)
             if kinds[0] != kinds[1]:
                 return (
-                    f"{self.name} computes in {kinds[0]} and {name} in {kinds[1]}; a model has one of them. Give both the same type, or "
+                    f"{self.name} computes in {kinds[0]} and {name} in {kinds[1]}; a model can use only one. Give both the same type, or "
                     "keep one method."
                 )
         return None

@@ -52,7 +52,7 @@ class ChannelsLast(Method):
             return
         if not any(isinstance(module, nn.Conv2d | nn.Conv3d) for module in site.model.modules()):
             raise UnsupportedMethodError(
-                f"channels_last: {type(site.model).__name__} has no Conv2d or Conv3d, so there is no layout to change. Leave it out."
+                f"channels_last: {type(site.model).__name__} has no Conv2d or Conv3d, so there is no layout to change. Remove it."
             )
 
     def apply(self, ctx: "Application", config: NoConfig) -> None:

@@ -102,7 +102,9 @@ class Checkpoint(Method):
         if most is not None and not is_whole(most):
             raise self.bad("max_checkpoint_module_num", most, "a whole number of at least 1, or None")
         if values.get("no_reentrant") is False and values.get("mode", "full") != "full":
-            raise self.bad("no_reentrant", False, "True with this mode: torch's reentrant checkpoints know only 'full'")
+            raise self.bad(
+                "no_reentrant", False, "True with this mode: torch's reentrant checkpoints support only 'full'"
+            )
         return values
 
     def check(self, config: CheckpointConfig, site: Site) -> None:

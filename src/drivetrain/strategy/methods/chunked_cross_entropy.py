@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _CHUNKS = 8
 """Into how many parts the logits are cut, at least."""
-_SPLIT = "The head's weight is split over ranks, and the loss needs it whole. Leave chunked_cross_entropy out."
+_SPLIT = "The head's weight is split over ranks, but the loss needs the whole weight. Remove chunked_cross_entropy."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,33 +64,33 @@ class ChunkedCrossEntropy(Method):
 
     def requires(self, profile: Any, device: torch.device, world: int) -> str | None:
         if profile is not None and profile.cross_entropy_head is None:
-            return "the loss is no cross entropy over the output of a final linear layer"
+            return "the loss is not a cross entropy over the output of a final linear layer"
         return None
 
     def check(self, config: ChunkedConfig, site: Site) -> None:
         if site.model is not None and not any(isinstance(module, nn.Linear) for module in site.model.modules()):
             raise UnsupportedMethodError(
-                f"chunked_cross_entropy: {type(site.model).__name__} has no linear layer, so it does not end in one. Leave the method out."
+                f"chunked_cross_entropy: {type(site.model).__name__} has no linear layer, so it does not end in one. Remove the method."
             )
 
     def apply(self, ctx: "Application", config: ChunkedConfig) -> None:
         if ctx.ddp_settings.get("find_unused_parameters"):
             raise ConflictError(
-                "chunked_cross_entropy and find_unused_parameters=True cannot be used together: the head is used in the loss, where DDP "
-                "does not look for it. Leave one of them out."
+                "chunked_cross_entropy and find_unused_parameters=True cannot be used together: the loss uses the head, where DDP does not "
+                "look for it. Remove one of them."
             )
         name, leaf, has_own_loss = find_final_linear(ctx.model, *_model_arguments(ctx))
         if ctx.loss_func is None and not has_own_loss:
             raise UnsupportedMethodError(
-                "chunked_cross_entropy changes the loss function, and none was given. Pass loss_func, or leave the method out."
+                "chunked_cross_entropy changes the loss function, but there is none. Pass loss_func, or remove the method."
             )
         head = ctx.model.get_submodule(name)
         assert isinstance(head, nn.Linear)
         fp8 = ctx.plan.config("fp8")
         if fp8 is not None and any(word in name for word in fp8.include):
             raise ConflictError(
-                f"fp8 and chunked_cross_entropy both want the head {name!r}. Take it out of fp8's include, or leave "
-                "chunked_cross_entropy out."
+                f"fp8 and chunked_cross_entropy both replace the head {name!r}. Remove it from fp8's include, or remove "
+                f"chunked_cross_entropy."
             )
         step = loss_and_logit_gradients
         if (compiler := ctx.plan.config("native_dynamo")) is not None:
@@ -129,8 +129,8 @@ def _model_arguments(ctx: "Application") -> tuple[tuple[Any, ...], dict[str, Any
 
     if ctx.sample is None:
         raise UnsupportedMethodError(
-            "chunked_cross_entropy needs a few samples, to see that the model ends in a linear layer. Pass dataset or sample_batch, or "
-            "leave the method out."
+            "chunked_cross_entropy needs a few samples to check that the model ends in a linear layer. Pass dataset or sample_batch, or "
+            "remove the method."
         )
     handle = ctx.model.register_forward_pre_hook(capture, with_kwargs=True, prepend=True)
     try:
@@ -139,4 +139,4 @@ def _model_arguments(ctx: "Application") -> tuple[tuple[Any, ...], dict[str, Any
         return captured.arguments
     finally:
         handle.remove()
-    raise UnsupportedMethodError("chunked_cross_entropy: the samples do not reach the model. Leave the method out.")
+    raise UnsupportedMethodError("chunked_cross_entropy: the model could not run on the samples. Remove the method.")

@@ -41,8 +41,8 @@ class CpuOffload(Method):
     Config = OffloadConfig
     short = "what"
     conflicts = {
-        "cuda_graphs": "A recorded graph cannot wait for the host. Leave one of them out.",
-        "zero1": "Both take the optimizer's state away from the device. Use fsdp or zero2 with cpu_offload, or zero1 alone.",
+        "cuda_graphs": "A recorded graph cannot wait for the host. Remove one of them.",
+        "zero1": "Both move the optimizer's state. Use fsdp or zero2 with cpu_offload, or zero1 alone.",
     }
     why = "the optimizer's state is kept and updated in host memory"
     is_minor = True
@@ -82,12 +82,13 @@ class CpuOffload(Method):
         is_sharded = any(name in site.names for name in _SHARDED)
         if is_sharded and config.what != _PARTS:
             raise ConflictError(
-                f"cpu_offload: what={list(config.what)!r}, but under sharding parameters and optimizer state go to the host together. "
-                "Leave `what` out."
+                f"cpu_offload: what={list(config.what)!r}, but under sharding parameters and optimizer state move to the host together. "
+                "Remove `what`."
             )
         if not is_sharded and "optimizer" not in config.what:
             raise ConflictError(
-                "cpu_offload: what=['params'] needs sharding, which brings the parameters of each block up when it runs. Add fsdp, or "
+                "cpu_offload: what=['params'] needs sharding, which copies the parameters of each block to the "
+                "device when it runs. Add fsdp, or "
                 "offload 'optimizer'."
             )
 
@@ -95,10 +96,10 @@ class CpuOffload(Method):
         if any(name in ctx.plan.site.names for name in _SHARDED):
             return  # sharding has put everything on the host already
         if ctx.recipe is None:
-            ctx.note("cpu_offload: there is no optimizer, so there is nothing to offload")
+            ctx.note("cpu_offload: there is no optimizer to offload")
             return
         if "params" in config.what:
-            ctx.note("cpu_offload: parameters stay on the device, because nothing shards them")
+            ctx.note("cpu_offload: parameters stay on the device, because the plan does not shard them")
         half = ctx.plan.config("half")
         if half is None or not half.master_weights:  # else its float32 copies are those on the host
             ctx.recipe_changes.append(lambda recipe: _train_on_host(recipe, ctx, config))

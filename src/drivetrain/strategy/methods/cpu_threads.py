@@ -29,7 +29,7 @@ class CpuThreads(Method):
     name, group, stage = "cpu_threads", "threads", Stage.MESH
     Config = CpuThreadsConfig
     short = "threads"
-    why = "so many threads work on one operation, in the whole process"
+    why = "number of threads for one operation, in the whole process"
     unproved_on = frozenset({"cpu"})
     must_win = leaves_no_trace = True
     not_simulated = "it does not change memory"
@@ -75,7 +75,7 @@ class CpuThreads(Method):
 
     def apply(self, ctx: "Application", config: CpuThreadsConfig) -> None:
         torch.set_num_threads(config.threads or cpu_share())
-        ctx.note("cpu_threads: holds for the whole process")
+        ctx.note("cpu_threads: applies to the whole process")
 
 
 def cpu_share() -> int:

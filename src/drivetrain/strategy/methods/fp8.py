@@ -81,7 +81,7 @@ class Fp8(Method):
         for word in config.include:
             if not any(word in name for name in linears):
                 raise MethodConfigError(
-                    f"fp8: include={word!r} is in the name of no linear layer of {type(site.model).__name__}. Its linear layers: "
+                    f"fp8: include={word!r} matches no linear layer of {type(site.model).__name__}. Its linear layers: "
                     f"{', '.join(linears[:12]) or 'none'}{', ...' if len(linears) > 12 else ''}."
                 )
 

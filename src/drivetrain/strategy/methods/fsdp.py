@@ -96,7 +96,7 @@ class Fsdp(Method):
         init = values.get("param_init_fn")
         if init is not None and not callable(init):
             raise MethodConfigError(
-                f"{self.name}: param_init_fn={init!r} is no function. A plan in a file cannot hold one; pass it in a list."
+                f"{self.name}: param_init_fn={init!r} is not a function. A plan file cannot store one; pass the plan as a list."
             )
         return values
 
@@ -112,7 +112,7 @@ class Fsdp(Method):
         if offloads and torch.distributed.is_initialized():
             return None
         if site.world > 1 and all(site.axis(axis) == 1 for axis in GRADIENT_AXES):
-            return "no two ranks hold the same parameters, so there is nothing to split over"
+            return "no two ranks hold the same parameters, so there is nothing to shard"
         return super().is_redundant(config, site)
 
     def check(self, config: FsdpConfig, site: Site) -> None:
@@ -218,7 +218,7 @@ def shard_mesh(mesh: Any, axes: list[str], has_sequence: bool = False) -> Any:
     names = list(mesh.mesh_dim_names)
     if len(axes) == 2 and names.index("data") > names.index("zero"):
         raise ConfigError(
-            "fsdp: with both axes, list ('zero', n) before ('data', m): the ranks that shard together must be neighbours."
+            "fsdp: with both axes, list ('zero', n) before ('data', m): ranks that shard together must be adjacent."
         )
     if has_sequence:
         inner = [name for name in names if name in {*axes[-1:], "sequence"}]
@@ -230,7 +230,7 @@ def shard_mesh(mesh: Any, axes: list[str], has_sequence: bool = False) -> Any:
         present = axes or [name for name in ("zero", "data") if name in names]
         if not present:
             raise ConfigError(
-                f"fsdp: the mesh has the axes {', '.join(names)}, and parameters are split along 'zero' or 'data'. Add ('zero', 1)."
+                f"fsdp: the mesh has the axes {', '.join(names)}, but parameters are sharded along 'zero' or 'data'. Add ('zero', 1)."
             )
         return mesh if mesh.ndim == 1 else mesh[present[0]]
     return mesh if mesh.ndim == 2 else mesh["data", "zero"]

@@ -54,18 +54,18 @@ class FusedOptimizer(Method):
         parameters = [p for p in ctx.model.parameters() if p.requires_grad]
         name = getattr(recipe.build, "__name__", repr(recipe.build))
         if chosen:
-            ctx.note(f"fused_optimizer: left alone, because {chosen[0]} was given")
+            ctx.note(f"fused_optimizer: unchanged, because {chosen[0]} was given")
         elif len({is_dtensor(parameter) for parameter in parameters}) > 1:
-            ctx.note("fused_optimizer: left alone, because some parameters are split over ranks and others are not")
+            ctx.note("fused_optimizer: unchanged, because some parameters are split over ranks and others are not")
         elif problem := _no_kernel(ctx.model):
-            ctx.note(f"fused_optimizer: left alone, because {problem}")
+            ctx.note(f"fused_optimizer: unchanged, because {problem}")
         elif recipe.build in (_FUSED_SHARDED if any(map(is_dtensor, parameters)) else _FUSED):
             recipe.settings["fused"], recipe.is_changed = True, True
         elif isinstance(recipe.build, type) and "foreach" in inspect.signature(recipe.build).parameters:
             recipe.settings["foreach"], recipe.is_changed = True, True
             ctx.note(f"fused_optimizer: foreach, because {name} has no fused kernel for these parameters")
         else:
-            ctx.note(f"fused_optimizer: left alone, because {name} has neither a fused nor a foreach form")
+            ctx.note(f"fused_optimizer: unchanged, because {name} has neither a fused nor a foreach form")
 
 
 def _no_kernel(model: nn.Module) -> str | None:

@@ -20,7 +20,7 @@ class MicroBatchConfig:
     size: int | None = None
     """Samples of one forward pass on one rank; None: what the accumulation leaves, or the whole part."""
     accumulation: int | None = None
-    """Forward passes before an update; None: what the size asks for."""
+    """Forward passes before an update; None: what the size requires."""
 
 
 class MicroBatch(Method):
@@ -34,7 +34,7 @@ class MicroBatch(Method):
     def splits(self, scope: "SearchScope", per_rank: int) -> list[tuple[int, int]]:
         if scope.profile.has_batchnorm:
             scope.note(
-                "micro_batch: the model has batch norms, whose statistics a split batch would change; none is split"
+                "micro_batch: the model has batch norms, whose statistics a split batch would change, so the batch is not split"
             )
         for kept in scope.kept(self.name):
             if kept.size or kept.accumulation:

@@ -77,7 +77,7 @@ class NativeDynamo(Method):
 
     def fits(self, config: CompileConfig, candidate: "Candidate") -> str | None:
         is_whole = config.scope == "model"
-        return "a model that is divided is compiled block by block" if is_whole and candidate.divides_model else None
+        return "a sharded or split model is compiled block by block" if is_whole and candidate.divides_model else None
 
     def affect(self, effects: "Effects", config: CompileConfig) -> None:
         effects.block_kernels = _FUSED
@@ -128,7 +128,7 @@ class NativeDynamo(Method):
             from torch._functorch import config as functorch_config
 
             functorch_config.activation_memory_budget = config.activation_memory_budget
-            ctx.note("compile: the activation memory budget holds for the whole process")
+            ctx.note("compile: the activation memory budget applies to the whole process")
         forget_shapes()
         whole = self.stage_of(config, ctx.plan.site) is Stage.COMPILE_MODEL
         compile_module(ctx.model, "model" if whole else "block", **settings)
@@ -198,4 +198,4 @@ class CudaGraphs(Method):
         return {self.name: None, NativeDynamo.name: None}
 
     def apply(self, ctx: "Application", config: NoConfig) -> None:
-        ctx.note("cuda_graphs: use drop_last=True, a smaller last batch would be recorded again")
+        ctx.note("cuda_graphs: use drop_last=True; a smaller last batch would be recorded again")

@@ -28,7 +28,7 @@ class ParallelModeConfig:
     axes: Axes = ()
     """Pairs of axis and size, the fastest varying first; empty: all processes along `data`."""
     rank_order: tuple[int, ...] | None = None
-    """Which process stands in which place of the mesh, outermost axis first; None for their own order."""
+    """The process at each position of the mesh, outermost axis first; None for the order of the ranks."""
     sync_batchnorm: bool = False
     """Whether batch norms take their statistics over all data ranks."""
     static_graph: bool = False
@@ -81,7 +81,7 @@ class ParallelMode(Method):
         if order is not None and (
             not isinstance(order, tuple) or sorted(map(str, order)) != sorted(map(str, range(len(order))))
         ):
-            raise self.bad("rank_order", order, "every rank from 0 on, once")
+            raise self.bad("rank_order", order, "every rank from 0, once")
         for key in ("sync_batchnorm", "static_graph", "find_unused_parameters"):
             if not isinstance(values.get(key, False), bool):
                 raise self.bad(key, values[key], "True or False")
@@ -100,18 +100,18 @@ class ParallelMode(Method):
             if not is_whole(size):
                 raise self.bad(axis, size, "a whole number of at least 1")
             if name in dict(axes):
-                raise self.bad("axes", pairs, f"each axis once; {name!r} is there twice")
+                raise self.bad("axes", pairs, f"each axis once; {name!r} is listed twice")
             axes.append((name, size))
         return tuple(axes)
 
     def check(self, config: ParallelModeConfig, site: Site) -> None:
         if config.rank_order is not None and len(config.rank_order) != site.world:
             raise StrategyError(
-                f"parallel_mode: rank_order names {len(config.rank_order)} ranks, and there are {site.world} processes."
+                f"parallel_mode: rank_order lists {len(config.rank_order)} ranks, but there are {site.world} processes."
             )
         if config.sync_batchnorm and site.device.type == "cpu" and site.world > 1:
             raise UnsupportedMethodError(
-                "parallel_mode: sync_batchnorm needs an accelerator; torch has none for the CPU."
+                "parallel_mode: sync_batchnorm needs an accelerator; torch does not support it on the CPU."
             )
         for axis, method in _METHOD_OF_AXIS.items():
             if site.axis(axis) > 1 and method not in site.names:
@@ -193,7 +193,7 @@ class MixedParallel(Method):
         for key, axis in (("tensor_config", "tensor"), ("pipe_config", "pipe")):
             if values.get(key) is not None and axis not in axes:
                 raise MethodConfigError(
-                    f"mixed_parallel: {key} is given, and parallel_mode has no {axis!r} axis. Add it."
+                    f"mixed_parallel: {key} is set, but parallel_mode has no {axis!r} axis. Add it."
                 )
         return values
 

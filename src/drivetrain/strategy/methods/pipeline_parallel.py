@@ -52,13 +52,13 @@ class PipelineParallel(Method):
         "insert_before_modules": "split",
     }
     conflicts: ClassVar[dict[str, str]] = {
-        "zero1": "Use fsdp or zero2, or plain data parallelism, beside a pipeline.",
-        "cuda_graphs": "A pipeline talks to other ranks between its steps. Leave cuda_graphs out.",
+        "zero1": "Use fsdp or zero2, or plain data parallelism, with a pipeline.",
+        "cuda_graphs": "A pipeline communicates with other ranks between its steps. Remove cuda_graphs.",
         "sequence_parallel": "Stages exchange whole sequences. Use one of them.",
     }
     axis: ClassVar[str] = "pipe"
     why = "layers are split over the ranks of the pipe axis"
-    prevents_simulation = "the stages of a pipeline learn shapes from each other, and a fake world answers nothing"
+    prevents_simulation = "pipeline stages exchange shapes, which a fake process group cannot do"
 
     def axis_sizes(self, scope: "SearchScope") -> list[int]:
         if scope.profile.has_batchnorm:
@@ -137,7 +137,7 @@ class PipelineParallel(Method):
         stages = config.stages or named or ranks * (2 if config.schedule == "Interleaved1F1B" else 1)
         if named is not None and stages != named:
             raise MethodConfigError(
-                f"pipeline_parallel: split names {named - 1} modules, which makes {named} stages, and stages={stages}. Give one of them."
+                f"pipeline_parallel: split names {named - 1} modules, which makes {named} stages, but stages={stages}. Set one of them."
             )
         if stages % ranks:
             raise MethodConfigError(
@@ -162,7 +162,7 @@ class PipelineParallel(Method):
         _refuse(ctx, schedule)
         if ctx.loss_func is None:
             raise ConfigError(
-                "pipeline_parallel: a pipeline runs forward and backward at once, which needs loss_func. Pass it."
+                "pipeline_parallel: a pipeline runs forward and backward together and needs loss_func. Pass it."
             )
         try:
             split = split_model(ctx.model, stages, split=config.split, given=_sample_arguments(ctx))
@@ -206,7 +206,7 @@ def _refuse(ctx: "Application", schedule: str) -> None:
         )
     if schedule == "Interleaved1F1B" and ctx.scaler_dtype is torch.float16:
         raise UnsupportedMethodError(
-            "pipeline_parallel: interleaved schedules and the gradient scaler of float16 do not go together. Use ('amp_native', 'bf16'), "
+            "pipeline_parallel: interleaved schedules do not support the gradient scaler of float16. Use ('amp_native', 'bf16'), "
             "or one stage on each rank."
         )
     for name in ("fsdp", "zero2", "checkpoint"):
@@ -214,12 +214,10 @@ def _refuse(ctx: "Application", schedule: str) -> None:
         chosen = getattr(config, "wrap", None) if name != "checkpoint" else getattr(config, "wrap_class", None)
         if config is not None and not (chosen == "auto" or isinstance(chosen, int)):
             raise ConflictError(
-                f"{name} names modules ({chosen}), and a stage of a pipeline may have none of them. Leave the choice to 'auto'."
+                f"{name} names modules ({chosen}), but a pipeline stage may have none of them. Use 'auto'."
             )
         if getattr(config, "ignored", None):
-            raise ConflictError(
-                f"{name}: ignored={config.ignored} cannot be used with pipeline_parallel. Leave it out."
-            )
+            raise ConflictError(f"{name}: ignored={config.ignored} cannot be used with pipeline_parallel. Remove it.")
 
 
 def _refuse_open_blocks(ctx: "Application", split: Any) -> None:
@@ -232,7 +230,7 @@ def _refuse_open_blocks(ctx: "Application", split: Any) -> None:
         if ctx.plan.config(method) is not None and not (blocks and set(blocks) <= steps):
             what = "the model has no repeated blocks" if not blocks else "stages begin inside blocks"
             raise ConflictError(
-                f"{method} works on whole blocks beside pipeline_parallel, and {what}. Use fewer stages, or leave {method} out."
+                f"{method} works on whole blocks with pipeline_parallel, and {what}. Use fewer stages, or remove {method}."
             )
 
 

@@ -37,7 +37,7 @@ _IMPLEMENTATIONS = ("ulysses", "ring")
 @dataclass(frozen=True, kw_only=True)
 class SequenceParallelConfig:
     sp_size: int | None = None
-    """The size of the sequence axis, as a check; None for whatever it is."""
+    """The expected size of the sequence axis; None: not checked."""
     impl: str = "ulysses"
     """`ulysses` trades positions for heads around attention; `ring` passes keys and values round, on CUDA only."""
     seq_dim: int = 1
@@ -56,9 +56,7 @@ class SequenceParallel(Method):
     Config = SequenceParallelConfig
     needs_processes = True
     short = "sp_size"
-    conflicts = {
-        "pipeline_parallel": "Stages do not hold whole families of blocks; use the ranks along one of the two axes."
-    }
+    conflicts = {"pipeline_parallel": "A stage may not hold all blocks of a family. Use only one of the two axes."}
     axis: ClassVar[str] = "sequence"
     why = "activations are split over the positions of a sequence"
 
@@ -94,7 +92,8 @@ class SequenceParallel(Method):
         function = values.get("batch_sp_processing_fn")
         if function is not None and not callable(function):
             raise MethodConfigError(
-                f"{self.name}: batch_sp_processing_fn={function!r} is no function. A plan in a file cannot hold one; pass it in a list."
+                f"{self.name}: batch_sp_processing_fn={function!r} is not a function. A plan file cannot store one; "
+                f"pass the plan as a list."
             )
         return values
 
@@ -107,18 +106,16 @@ class SequenceParallel(Method):
             )
         if config.sp_size not in (None, size):
             raise MethodConfigError(
-                f"sequence_parallel: sp_size={config.sp_size}, and the mesh has a sequence axis of {size}. Give both the same number, or "
-                "leave sp_size out."
+                f"sequence_parallel: sp_size={config.sp_size}, but the mesh has a sequence axis of {size}. Use the same number, or remove "
+                f"sp_size."
             )
         if config.impl == "ring" and site.device.type != "cuda":
             raise UnsupportedMethodError(
-                f"sequence_parallel: impl='ring' needs CUDA, and the device is {site.device}: torch's ring attention has no rule for other "
-                "devices. Use impl='ulysses'."
+                f"sequence_parallel: impl='ring' needs CUDA, but the device is {site.device}: torch's ring attention supports only "
+                f"CUDA. Use impl='ulysses'."
             )
         if site.axis("pipe") > 1:
-            raise ConflictError(
-                "sequence_parallel and a 'pipe' axis cannot be used together. Use the ranks along one of them."
-            )
+            raise ConflictError("sequence_parallel and a 'pipe' axis cannot be used together. Use only one of them.")
         if site.model is not None:
             self._managers(config, site.model)
             if config.impl == "ulysses" and config.batch_sp_processing_fn is None:
@@ -138,8 +135,9 @@ class SequenceParallel(Method):
             for name, module in found:
                 if not callable(getattr(module, config.set_sp_func_name, None)):
                     raise MethodConfigError(
-                        f"sequence_parallel: {name} ({type(module).__name__}) has no method {config.set_sp_func_name!r}. Give it one that "
-                        "takes (sp_size, sp_rank, sp_group), or leave `module` out."
+                        f"sequence_parallel: {name} ({type(module).__name__}) has no method "
+                        f"{config.set_sp_func_name!r}. Add one that takes "
+                        "(sp_size, sp_rank, sp_group), or remove `module`."
                     )
         inside = {child for _, module in found for child in module.modules() if child is not module}
         return [(name, module) for name, module in found if module not in inside]
@@ -159,7 +157,7 @@ class SequenceParallel(Method):
         elif not managers:
             mesh = ctx.mesh["sequence"] if ctx.mesh.ndim > 1 else ctx.mesh
             names = split_sequence(ctx.model, group, config.seq_dim, mesh=mesh, impl=config.impl)  # type: ignore[arg-type]
-            ctx.note(f"sequence_parallel: {len(names)} blocks on pieces of the sequence, {names[0]} to {names[-1]}")
+            ctx.note(f"sequence_parallel: {len(names)} blocks on parts of the sequence, {names[0]} to {names[-1]}")
         ctx.ddp_settings["process_group"] = gradient_group(ctx.mesh)
 
 

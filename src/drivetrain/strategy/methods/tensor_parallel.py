@@ -148,13 +148,13 @@ class TensorParallel(Method):
         if config.loss_parallel is True and site.axis("pipe") > 1:
             raise ConflictError(
                 "tensor_parallel: loss_parallel=True and a 'pipe' axis cannot be used together, because the last stage computes the loss. "
-                "Leave loss_parallel out."
+                "Remove loss_parallel."
             )
         with_head = split_head(site.model, expanded, size) if is_wanted else None
         if with_head is None and config.loss_parallel is True:
             raise MethodConfigError(
                 f"tensor_parallel: loss_parallel=True needs a head that can be split, and {type(site.model).__name__} has none: a linear "
-                f"layer with one output for each word of an embedding, in a number that divides over {size} ranks. Leave loss_parallel out."
+                f"layer with one output for each word of an embedding, in a number that divides over {size} ranks. Remove loss_parallel."
             )
         return with_head or expanded, remarks
 
@@ -198,7 +198,9 @@ class TensorParallel(Method):
         others = site.axis("pipe") > 1 or site.axis("sequence") > 1 or "native_dynamo" in site.names
         run_on_pieces(ctx.model, mesh, here, joins_each=others)
         where = "within each block" if others else "from the first block to the last"
-        ctx.note(f"tensor_parallel: {len(here.norms)} norms and what follows them on pieces of the sequence, {where}")
+        ctx.note(
+            f"tensor_parallel: {len(here.norms)} norms and the layers after them on parts of the sequence, {where}"
+        )
 
 
 class _Initialising:

@@ -53,7 +53,7 @@ class Zero1(Method):
         recipe = ctx.recipe
         if recipe is None:
             raise ConflictError(
-                "zero1 splits the optimizer's state, and there is no optimizer. Pass optim_func, or leave zero1 out."
+                "zero1 splits the optimizer's state, but there is no optimizer. Pass optim_func, or remove zero1."
             )
         inner: Callable[..., Optimizer] = recipe.build
 

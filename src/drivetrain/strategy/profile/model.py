@@ -114,7 +114,7 @@ class ModelProfiler:
         except Exception as error:  # the user's code meets fake tensors here, and may fail in any way
             why = f"the model could not run on fake tensors ({_short(error)})"
         self._runs = None
-        self._modelled = closed_form_profile(self.task, f"{why}: closed forms from its parameters and layers instead")
+        self._modelled = closed_form_profile(self.task, f"{why}: estimated from its parameters and layers instead")
         return self._modelled
 
 

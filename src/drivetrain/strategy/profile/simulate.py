@@ -131,7 +131,7 @@ def _simulate(task: TrainingTask, plan: Strategy, world: int, kind: str, deadlin
             _leave_out_replicas(job)
             result = _numbers(job, *_run(job))
     except OutOfTime:
-        result = Simulation(failure="the time limit ended before the simulation did")
+        result = Simulation(failure="the time limit ended the simulation")
     except NotImplementedError as error:
         result = Simulation(failure=str(error))
     except Exception as error:  # a model may do anything; why it cannot be simulated is the result
@@ -351,7 +351,7 @@ def _in_child(
         return [Simulation(failure=failure, seconds=time.monotonic() - started) for _ in plans]
     theirs.close()
     results: list[Simulation] = []
-    failure = "the time limit ended before the simulation did"
+    failure = "the time limit ended the simulation"
     try:
         while len(results) < len(plans) and ours.poll(deadline.left()):
             results.append(ours.recv())

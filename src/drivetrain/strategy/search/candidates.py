@@ -35,7 +35,7 @@ class Candidate:
     methods: Option = ()
     """Names and configurations in the order of the registry; what the mesh and the batch split imply is not listed."""
     given: Strategy | None = field(default=None, compare=False)
-    """The plan as it was written, where the candidate stands for one."""
+    """The original plan, if the candidate represents one."""
 
     @property
     def world(self) -> int:

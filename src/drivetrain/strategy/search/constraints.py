@@ -55,13 +55,13 @@ class SearchConstraints:
             both = members & unwanted
             if both and not (name in group_names() and members - unwanted):
                 raise ConflictError(
-                    f"{', '.join(sorted(both))}: both included and excluded. Take it from one of the lists."
+                    f"{', '.join(sorted(both))}: both included and excluded. Remove it from one of the lists."
                 )
         if self.start is not None:
             present = [name for name in self.start.opt_names() if name in unwanted]
             if present:
                 raise ConflictError(
-                    f"{', '.join(present)}: excluded, but in the plan that load_strategy gives. Take it from one of them."
+                    f"{', '.join(present)}: excluded, but in the plan that load_strategy gives. Remove it from one of them."
                 )
 
     def unwanted(self) -> set[str]:
@@ -82,7 +82,7 @@ class SearchConstraints:
                     method = find_method(item[0])
                 except UnknownMethodError:
                     raise ConfigError(
-                        f"included={item!r}: {item[0]!r} is a group, which has no settings. Name one of its methods."
+                        f"included={item!r}: {item[0]!r} is a group, and groups have no settings. Name one of its methods."
                     ) from None
                 found[method.name] = method.parse(item[1])
         return found
@@ -94,11 +94,11 @@ def with_included(plan: Strategy, included: Iterable[Any] | None, excluded: Iter
     unwanted = expand_names(excluded or ())
     both = expand_names(item[0] for item in wanted) & unwanted
     if both:
-        raise ConflictError(f"{', '.join(sorted(both))}: both included and excluded. Take it from one of the lists.")
+        raise ConflictError(f"{', '.join(sorted(both))}: both included and excluded. Remove it from one of the lists.")
     present = [name for name in plan.opt_names() if name in unwanted]
     if present:
         raise ConflictError(
-            f"{', '.join(present)}: excluded, but in the plan that load_strategy gives. Take it from one of them."
+            f"{', '.join(present)}: excluded, but in the plan that load_strategy gives. Remove it from one of them."
         )
     for item in wanted:
         members = expand_names(item[:1])
@@ -127,7 +127,7 @@ def parse_memory(value: float | int | str) -> float | int:
     ):
         return value
     raise ConfigError(
-        f"memory_budget={value!r}: expected a share of the free memory (a float up to 1), a number of bytes, or a text such as '16GiB'."
+        f"memory_budget={value!r}: expected a fraction of the free memory (a float up to 1), a number of bytes, or a text such as '16GiB'."
     )
 
 
@@ -190,7 +190,7 @@ class Requests:
         self.here = frozenset(
             name for name in written if find_method(name).stays_idle or self._is_unexpressed(name, problem)
         )
-        """Methods that the plan of every candidate has, whatever the candidate says."""
+        """Methods that every candidate's plan has."""
         self.keeps_searched = any(find_method(name).is_searched for name in self.kept)
         """Whether some configuration that stays is one that the space would vary."""
 

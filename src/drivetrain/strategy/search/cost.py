@@ -61,7 +61,7 @@ class Cost:
         """Return the cost with categories of memory or parts of time multiplied."""
         unknown = [name for name in factors if name not in (*MEMORY, *TIME)]
         if unknown:
-            raise ValueError(f"{unknown[0]!r} is no part of a cost. Parts: {', '.join((*MEMORY, *TIME))}.")
+            raise ValueError(f"{unknown[0]!r} is not a part of a cost. Parts: {', '.join((*MEMORY, *TIME))}.")
 
         def change(parts: Mapping[str, float]) -> dict[str, float]:
             return {name: value * factors.get(name, 1.0) for name, value in parts.items()}
@@ -487,4 +487,4 @@ def shortfall_of(predicted: Mapping[str, Any] | None) -> str | None:
     if predicted is None or not predicted["peak_bytes"] > predicted.get("budget_bytes", math.inf):
         return None
     peak, budget = predicted["peak_bytes"], predicted["budget_bytes"]
-    return f"it would need {shown_bytes(peak)} of {shown_bytes(budget)}; {shown_bytes(peak - budget)} are missing"
+    return f"it would need {shown_bytes(peak)} of {shown_bytes(budget)}; short by {shown_bytes(peak - budget)}"

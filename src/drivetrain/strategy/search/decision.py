@@ -133,7 +133,7 @@ def infeasible_plan(
     nearest, shortfall = misses[0]
     message = (
         f"no plan fits: the smallest of {len(scored)} ({nearest.label}) needs {shown_bytes(nearest.peak)}, the budget is "
-        f"{shown_bytes(budget)}; {shown_bytes(shortfall)} are missing. Raise memory_budget, use more processes, or a smaller model."
+        f"{shown_bytes(budget)}; short by {shown_bytes(shortfall)}. Raise memory_budget, use more processes, or a smaller model."
     )
     plan = space.plan(nearest.candidate)
     return replace(
@@ -202,7 +202,7 @@ def plain_plan(cause: str, failed: Strategy | None = None) -> Strategy:
     """Return the plan that changes nothing, for a training that goes on although its search failed, and warn of it once."""
     if is_master():
         warnings.warn(
-            f"The search found no plan, so the model trains as it is: {cause} strict=True raises this instead.",
+            f"The search found no plan, so the model trains without one: {cause} strict=True raises an error instead.",
             DrivetrainWarning,
             stacklevel=2,
         )

@@ -281,7 +281,7 @@ class _Search:
         if self.clock.limit == 0:
             left = _UNTIMED  # no time was promised, and a simulation was
         if left < _LEAST_SIMULATION:
-            self.notes.append("simulation: left out, because the time limit is too short for it")
+            self.notes.append("simulation: skipped, because the time limit is too short for it")
             return list(top), []
         close, rest = self._close(top, budget)
         self._tell(f"simulating {len(close)} plans")
@@ -372,7 +372,7 @@ class _Search:
 
     def _why_nothing_is_measured(self) -> str | None:
         if self.constraints.plan_only or self.constraints.spec is not None or self.world != get_num_processes():
-            return "the plan is for another place or another time"
+            return "the plan is for another machine"
         if self.clock.limit == 0:
             return "time_limit is 0"
         missing = [name for name in ("loss_func", "optim_func", "samples") if getattr(self.task, name) is None]

@@ -39,7 +39,7 @@ class Knowledge:
     profiler: ModelProfiler | None
     """None on other ranks."""
     excluded: frozenset[str] = frozenset()
-    """Parts that nobody will ask for."""
+    """Parts that will not be needed."""
     asked: set[str] = field(default_factory=set)
 
     def predicted(self, candidates: Iterable[Candidate]) -> list[Scored]:

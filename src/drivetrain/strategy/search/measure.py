@@ -84,7 +84,7 @@ class Measuring:
     found: list[Measurement] = field(default_factory=list)
     failed: list[Candidate] = field(default_factory=list)
     late: list[Scored] = field(default_factory=list)
-    """What there was no time for."""
+    """Candidates that were skipped for lack of time."""
     left: int = 0
     """How many plans may still be tried in this round, for reports."""
     obstacle: str | None = None
@@ -180,7 +180,7 @@ class Measuring:
         limit = self.clock.limit + self._expected(item, FEW_STEPS)
         return (
             f"the time limit of {self.clock.limit:.0f} s is too short to try {item.label}, which is predicted to take {share:.0%} of the "
-            f"best plan's time; about {limit:.0f} s would do"
+            f"best plan's time; use about {limit:.0f} s"
         )
 
     def _is_known(self, item: Scored) -> bool:

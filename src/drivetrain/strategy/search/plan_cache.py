@@ -73,7 +73,7 @@ def find_kept_plan(
         is_usable = False
     if not all(all_gather_values(is_usable)):
         return None
-    text = f"search: the plan is that of an earlier start ({kept.made}); `drivetrain plan --clear` forgets it"
+    text = f"search: cached plan of an earlier run ({kept.made}); `drivetrain plan --clear` removes it"
     return replace(plan, reasons=(*plan.reasons, text))
 
 

@@ -375,6 +375,6 @@ def _refuse(problem: PlanningProblem, requests: Requests) -> NoReturn:
     plan_batch(problem.global_batch, problem.world, allow_rounding=problem.constraints.allow_batch_rounding)
     missing = [" or ".join(sorted(members)) for members in requests.wanted]
     raise PlanInfeasible(
-        f"no plan for {problem.world} processes and a global batch of {problem.global_batch} has what was included: "
+        f"no plan for {problem.world} processes and a global batch of {problem.global_batch} contains what was included: "
         f"{'; '.join(missing) or 'nothing'}. Include less, or use another number of processes."
     )

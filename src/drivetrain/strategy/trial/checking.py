@@ -378,7 +378,7 @@ def verdict(found: Measured, expected: Yardstick, plan: ResolvedPlan) -> tuple[O
         )
     if findings:
         more = f" and {len(findings) - 1} more" if len(findings) > 1 else ""
-        return "wrong", f"the plan changes what parameters get: {findings[0]}{more}; {numbers}"
+        return "wrong", f"the plan changes gradients or updates: {findings[0]}{more}; {numbers}"
     counted = len(expected.each.gradients)
     return "ok", f"{numbers}; {counted} parameters compared" if counted else numbers
 
@@ -393,7 +393,7 @@ def _verdict_on_others(found: Measured, numbers: str, changing: list[str]) -> tu
     """Return whether a plan that trains something else by design trains anything: there is no plain gradient to compare with."""
     names = ", ".join(changing)
     if not found.norm > 0:
-        return "wrong", f"{names} changes the gradient, and no parameter gets any: {numbers}"
+        return "wrong", f"{names} changes the gradient, and no parameter gets one: {numbers}"
     if found.each.movements and not norm_of(found.each.movements) > 0:
         return "wrong", f"{names} changes the gradient, and no parameter moves: {numbers}"
     return "ok", f"{numbers}; gradients were not compared, because {names} changes them by design"

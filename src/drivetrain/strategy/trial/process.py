@@ -25,8 +25,8 @@ from drivetrain.strategy.trial.memory import MemoryKills, resident_bytes_of
 from drivetrain.strategy.trial.report import Report
 
 NO_GUARD = (
-    "A process of its own runs the script's top level again; put what starts training under `if __name__ == '__main__':`, so that it does "
-    "not run there."
+    "A new process runs the script's top level again. Start training under `if __name__ == '__main__':`, so that it does not run "
+    "there."
 )
 NO_GUARD_STATUS = 97
 """The exit status of a child whose script called Drivetrain at its top level."""
@@ -146,8 +146,8 @@ def refuse_inside_trial(what: str) -> None:
             sys.stdout.flush()
             os._exit(NO_GUARD_STATUS)
         raise ConfigError(
-            f"{what} was called inside a process that only tries a plan. It runs the script's top level again, so the call must "
-            "stand under a main guard:\n\n    if __name__ == '__main__':\n        main()\n"
+            f"{what} was called inside a process that only tries a plan. The process runs the script's top level again, so put the "
+            "call under a main guard:\n\n    if __name__ == '__main__':\n        main()\n"
         )
 
 

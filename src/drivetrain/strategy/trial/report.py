@@ -142,12 +142,12 @@ class Report:
             if self.seconds:
                 self.state = "cut"
             else:
-                self.fail("timeout", f"the deadline came in phase {self.phase!r}, before a step was timed")
+                self.fail("timeout", f"the deadline passed in phase {self.phase!r}, before a step was timed")
         elif self.phase == "compile":
             if now - self.phase_began > compile_limit:
                 self.fail("timeout", f"compiling took more than {compile_limit:.0f} s")
         elif now - self.heard > patience:
-            self.fail("timeout", f"nothing was heard for {patience:.0f} s in phase {self.phase!r}")
+            self.fail("timeout", f"no progress for {patience:.0f} s in phase {self.phase!r}")
 
 
 def yardstick_of(values: dict[str, Any]) -> Yardstick:
@@ -178,7 +178,9 @@ def merge(reports: Sequence[Report], wanted: int, device_type: str) -> TrialResu
         )
     count = min(len(report.seconds) for report in reports)
     if count == 0 and wanted:
-        return TrialResult(outcome="timeout", message="the deadline came before every rank had timed a step", **common)
+        return TrialResult(
+            outcome="timeout", message="the deadline passed before every rank had timed a step", **common
+        )
     slowest = [max(report.seconds[index] for report in reports) for index in range(count)]
     notes = list(first.notes)
     if count < wanted:

@@ -84,7 +84,7 @@ class TrialPool:
     def __init__(self, task: TrainingTask, *, device: torch.device, patience: float = SILENCE_SECONDS):
         refuse_inside_trial("a trial of a plan")
         if task.loss_func is None or task.samples is None:
-            raise ConfigError("a trial needs the task's loss_func and samples: there is nothing to train on otherwise.")
+            raise ConfigError("a trial needs the task's loss_func and samples.")
         self.task, self.device, self.patience = task, device, patience
         self._process: TrialProcess | None = None
         self._obstacle: str | None = None
@@ -332,7 +332,7 @@ class TrialPool:
         if refusal is not None:
             return TrialResult(
                 outcome="error",
-                message=f"not tried: {obstacle} And {refusal}. Pass model_fn, and take model and functions from modules.",
+                message=f"not tried: {obstacle} Also, {refusal}. Pass model_fn, and define the model and functions in a module.",
                 error_class="Unsendable",
             )
         report, settings, random_state = Report(), ProcessSettings.capture(), capture_rng()
