@@ -1,5 +1,4 @@
 # Written by `make stubs` from the lazy exports of this module.
-from drivetrain.algorithms.agc import apply_agc as apply_agc
 from drivetrain.algorithms.alibi import apply_alibi as apply_alibi
 from drivetrain.algorithms.alternating_flip import alternating_flip as alternating_flip
 from drivetrain.algorithms.augmix import augmix_image as augmix_image
@@ -21,6 +20,7 @@ from drivetrain.algorithms.factorize import factorize_matrix as factorize_matrix
 from drivetrain.algorithms.factorize import factorizing_could_speedup as factorizing_could_speedup
 from drivetrain.algorithms.gated_linear_units import apply_gated_linear_units as apply_gated_linear_units
 from drivetrain.algorithms.ghost_batchnorm import apply_ghost_batchnorm as apply_ghost_batchnorm
+from drivetrain.algorithms.gradient_clipping import apply_agc as apply_agc
 from drivetrain.algorithms.gradient_clipping import apply_gradient_clipping as apply_gradient_clipping
 from drivetrain.algorithms.gyro_dropout import apply_gyro_dropout as apply_gyro_dropout
 from drivetrain.algorithms.kernel_norm import normalise_kernels as normalise_kernels
@@ -45,7 +45,6 @@ from drivetrain.algorithms.test_time_flip import average_flips as average_flips
 from drivetrain.algorithms.weight_standardization import apply_weight_standardization as apply_weight_standardization
 
 __all__ = [
-    "apply_agc",
     "apply_alibi",
     "alternating_flip",
     "augmix_image",
@@ -67,6 +66,7 @@ __all__ = [
     "factorizing_could_speedup",
     "apply_gated_linear_units",
     "apply_ghost_batchnorm",
+    "apply_agc",
     "apply_gradient_clipping",
     "apply_gyro_dropout",
     "normalise_kernels",

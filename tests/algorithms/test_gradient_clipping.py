@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.algorithms.agc import AGC, apply_agc
-from drivetrain.algorithms.gradient_clipping import GradientClipping, apply_gradient_clipping
+from drivetrain.algorithms.gradient_clipping import AGC, GradientClipping, apply_agc, apply_gradient_clipping
 from drivetrain.core.event import Event
 from tests.algorithms.optimizer_tasks import conv_run
 from tests.algorithms.tasks import ConvNet, Watch, image_data, train

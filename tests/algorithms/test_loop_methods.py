@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.algorithms.agc import AGC
 from drivetrain.algorithms.cautious import Cautious
 from drivetrain.algorithms.ema import EMA
 from drivetrain.algorithms.fast_defaults import FastDefaults
-from drivetrain.algorithms.gradient_clipping import GradientClipping
+from drivetrain.algorithms.gradient_clipping import AGC, GradientClipping
 from drivetrain.algorithms.layer_freezing import LayerFreezing
 from drivetrain.algorithms.lookahead import Lookahead
 from drivetrain.algorithms.muon import Muon

@@ -16,9 +16,9 @@ from drivetrain.experiment import (
     report,
     sweep,
 )
-from drivetrain.experiment.sweeps.journal import JOURNAL
 from drivetrain.experiment.sweeps.space import make_space
 from drivetrain.experiment.sweeps.sweeping import continue_sweep
+from drivetrain.experiment.sweeps.trial import JOURNAL
 
 optuna = pytest.importorskip("optuna")
 SPACE = {"lr": LogUniform(1e-4, 1.0), "size": IntRange(1, 8), "kind": Choice("a", "b")}

@@ -30,9 +30,9 @@ from drivetrain.experiment import (
     report,
     sweep,
 )
-from drivetrain.experiment.sweeps.journal import JOURNAL
 from drivetrain.experiment.sweeps.space import make_space
 from drivetrain.experiment.sweeps.sweeping import continue_sweep
+from drivetrain.experiment.sweeps.trial import JOURNAL
 
 CALLS = []
 

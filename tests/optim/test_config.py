@@ -23,7 +23,7 @@ from drivetrain.optim import (
     resolve_type,
     to_yaml,
 )
-from drivetrain.optim.arguments import keywords_of
+from drivetrain.optim.building import keywords_of
 from drivetrain.optim.units import SCHEDULES
 from tests.optim.models import EncoderDecoder, batches, losses_of, same, weights
 

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from drivetrain.record import histogram
-from drivetrain.record.histogram import count_values, read_histogram
+from drivetrain.record import buffer
+from drivetrain.record.buffer import count_values, read_histogram
 
 
 @pytest.mark.parametrize("bins", [1, 7, 64])
 def test_counts_and_edges_are_those_of_numpy(bins, monkeypatch):
-    monkeypatch.setattr(histogram, "_PIECE", 100)  # several pieces
+    monkeypatch.setattr(buffer, "_PIECE", 100)  # several pieces
     values = torch.randn(1234, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     counts, edges = np.histogram(values.numpy(), bins)
     found = read_histogram(*count_values(values.reshape(2, 617), bins))

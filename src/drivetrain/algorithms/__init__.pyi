@@ -55,10 +55,10 @@ from drivetrain.algorithms.stochastic_depth import BlockStochasticModule as Bloc
 from drivetrain.algorithms.weight_standardization import WeightStandardization as WeightStandardization
 from drivetrain.algorithms.weight_standardization import WeightStandardizer as WeightStandardizer
 from drivetrain.algorithms.whitening import Whitening as Whitening
-from drivetrain.algorithms.agc import AGC as AGC
 from drivetrain.algorithms.cautious import Cautious as Cautious
 from drivetrain.algorithms.ema import EMA as EMA
 from drivetrain.algorithms.fast_defaults import FastDefaults as FastDefaults
+from drivetrain.algorithms.gradient_clipping import AGC as AGC
 from drivetrain.algorithms.gradient_clipping import GradientClipping as GradientClipping
 from drivetrain.algorithms.kernel_norm import KernelNorm as KernelNorm
 from drivetrain.algorithms.layer_freezing import LayerFreezing as LayerFreezing
@@ -132,10 +132,10 @@ __all__ = [
     "WeightStandardization",
     "WeightStandardizer",
     "Whitening",
-    "AGC",
     "Cautious",
     "EMA",
     "FastDefaults",
+    "AGC",
     "GradientClipping",
     "KernelNorm",
     "LayerFreezing",

@@ -105,3 +105,15 @@ def _check(who: str, clipping_type: object, threshold: object, eps: object) -> N
     check_numbers(who, 0, eps=eps)
     if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not threshold > 0:
         raise ConfigError(f"{who}(clipping_threshold={threshold!r}): expected a number above 0.")
+
+
+def apply_agc(model: nn.Module, clipping_threshold: float = 0.01) -> None:
+    """Clip the gradient of every output unit to a share of the norm of its weights."""
+    apply_gradient_clipping(model, "adaptive", clipping_threshold)
+
+
+class AGC(GradientClipping):
+    """Adaptive gradient clipping: `GradientClipping("adaptive", threshold)`."""
+
+    def __init__(self, clipping_threshold: float = 0.01):
+        super().__init__("adaptive", clipping_threshold)

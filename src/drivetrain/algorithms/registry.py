@@ -54,11 +54,10 @@ ALGORITHMS: Table = {
     "weight_standardization": ("WeightStandardization",),
     "whitening": ("Whitening",),
     # What happens to the loop and the optimizer.
-    "agc": ("AGC",),
     "cautious": ("Cautious",),
     "ema": ("EMA",),
     "fast_defaults": ("FastDefaults",),
-    "gradient_clipping": ("GradientClipping",),
+    "gradient_clipping": ("AGC", "GradientClipping"),
     "kernel_norm": ("KernelNorm",),
     "layer_freezing": ("LayerFreezing",),
     "lookahead": ("Lookahead",),
@@ -92,7 +91,6 @@ PARTS: Table = {
 """Layers and transforms."""
 
 FUNCTIONS: Table = {
-    "agc": ("apply_agc",),
     "alibi": ("apply_alibi",),
     "alternating_flip": ("alternating_flip",),
     "augmix": ("augmix_image", "augment_and_mix=augmix_image"),
@@ -105,7 +103,7 @@ FUNCTIONS: Table = {
     "factorize": ("apply_factorization", "factorize_conv2d", "factorize_matrix", "factorizing_could_speedup"),
     "gated_linear_units": ("apply_gated_linear_units",),
     "ghost_batchnorm": ("apply_ghost_batchnorm",),
-    "gradient_clipping": ("apply_gradient_clipping",),
+    "gradient_clipping": ("apply_agc", "apply_gradient_clipping"),
     "gyro_dropout": ("apply_gyro_dropout",),
     "kernel_norm": ("normalise_kernels",),
     "label_smoothing": ("smooth_labels",),

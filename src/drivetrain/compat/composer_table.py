@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from drivetrain.algorithms.registry import ALGORITHMS, FUNCTIONS, PARTS, offered
 
 _CORE, _TYPES = "drivetrain.core", "drivetrain.compat.composer_types"
-_MODELS, _LOGGERS = "drivetrain.compat.composer_models", "drivetrain.compat.composer_types"
 _BATCH, _RANKS, _SEEDS = "drivetrain.context.batch", "drivetrain.runtime.ranks", "drivetrain.runtime.seeds"
 _MONITORS = "drivetrain.train.callbacks.monitors"
 
@@ -49,13 +48,13 @@ OFFERED: dict[str, dict[str, str]] = {
     "core.time": {_CORE: "Time TimeUnit Timestamp ensure_time"},
     "core.types": {_TYPES: "Batch JSON MemoryFormat TrainerMode"},
     "functional": {home: " ".join(names) for home, names in offered(FUNCTIONS).items()},
-    "loggers.in_memory_logger": {_LOGGERS: "InMemoryLogger"},
-    "loggers.logger": {_CORE: "Logger", _LOGGERS: "LoggerDestination"},
-    "loggers.logger_destination": {_LOGGERS: "LoggerDestination"},
-    "loss.loss": {_MODELS: "binary_cross_entropy_with_logits loss_registry soft_cross_entropy"},
+    "loggers.in_memory_logger": {_TYPES: "InMemoryLogger"},
+    "loggers.logger": {_CORE: "Logger", _TYPES: "LoggerDestination"},
+    "loggers.logger_destination": {_TYPES: "LoggerDestination"},
+    "loss.loss": {_TYPES: "binary_cross_entropy_with_logits loss_registry soft_cross_entropy"},
     "loss.utils": {_BATCH: "infer_target_type ensure_targets_one_hot check_for_index_targets"},
-    "models.base": {_MODELS: "ComposerModel"},
-    "models.tasks.classification": {_MODELS: "ComposerClassifier"},
+    "models.base": {_TYPES: "ComposerModel"},
+    "models.tasks.classification": {_TYPES: "ComposerClassifier"},
     "optim.decoupled_weight_decay": {"drivetrain.optim.optimizers": "DecoupledAdamW DecoupledSGDW"},
     "optim.scheduler": {
         "drivetrain.compat.composer_schedulers": (

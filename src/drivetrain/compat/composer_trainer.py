@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain.compat.composer_models import ComposerModel
-from drivetrain.compat.composer_types import DataSpec, Evaluator, ensure_evaluator, ensure_tuple
+from drivetrain.compat.composer_types import ComposerModel, DataSpec, Evaluator, ensure_evaluator, ensure_tuple
 from drivetrain.context.state import State
 from drivetrain.core.binding import method_for
 from drivetrain.core.errors import ConfigError, DrivetrainWarning

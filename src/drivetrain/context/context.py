@@ -2,7 +2,7 @@
 
 Registration is attribute assignment, at Python's own price: there is no `__setattr__`, the items simply are the
 instance's attributes. Names that begin with an underscore are private. What can be done with an item depends on its
-kind; the kinds are listed in `table.py`, and each of the methods below is one walk over them.
+kind; the kinds are listed in `loading.py`, and each of the methods below is one walk over them.
 
 A change of all items (to a device, into DDP, into shards) is a `Transform`. An object that appears in several places is changed once and
 stays one object. Optimizers come last, when their parameters are where they will be.
@@ -18,9 +18,8 @@ from torch.optim import Optimizer
 
 from drivetrain.context.coders import PLAIN
 from drivetrain.context.kinds import ItemHolder, Kind
-from drivetrain.context.loading import Loading, LoadReport, Saving
+from drivetrain.context.loading import MODULE_KIND, OTHER_KIND, Loading, LoadReport, Saving, kind_of, walk
 from drivetrain.context.moving import move_optimizer_state
-from drivetrain.context.table import MODULE_KIND, OTHER_KIND, kind_of, walk
 from drivetrain.core.errors import ConfigError, DistributedError, ExperimentError, ResumeError, unknown_name
 from drivetrain.core.types import Item, Settings, StateDict
 from drivetrain.module.sharding import rebind_optimizer

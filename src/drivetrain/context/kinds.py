@@ -2,7 +2,7 @@
 
 A Context holds modules, optimizers, numbers, containers, anything. Each kind of item has one handler, and a handler
 answers five questions: is this item mine, how does it move, how is it wrapped, what is its state, and does a saved
-state fit. The base does nothing and has no state, so a handler defines only what its kind has. `table.py` lists the
+state fit. The base does nothing and has no state, so a handler defines only what its kind has. `loading.py` lists the
 handlers.
 """
 

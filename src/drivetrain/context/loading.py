@@ -3,34 +3,32 @@
 The first step walks live items and saved states together and notes each problem under its full path. If there is
 none, or if only what fits is wanted, the second step restores: objects that load themselves, because they may still
 raise (those are restored to what they were), then modules, then optimizers, then plain values.
+
+At the end are the list of kinds and the walks over all items.
 """
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from drivetrain.context.codec import Packer, Unpacker, classes_in, needs_class, pack, unpack
-from drivetrain.context.coders import NOT_STATE, tag_of, tagged
+from drivetrain.context.coders import NOT_STATE, PLAIN, tag_of, tagged
+from drivetrain.context.containers import DataclassKind, DictKind, ListKind, NamedTupleKind, SetKind, TupleKind
 from drivetrain.context.kinds import ItemHolder, Kind, Restore, keep
 from drivetrain.context.optimizers import Names
-from drivetrain.context.table import (
-    MODULE_KIND,
-    OTHER_KIND,
-    PLAIN_KIND,
-    everything,
-    holds_state,
-    kind_of,
-    parameter_names,
-)
+from drivetrain.context.stateful import ContextKind, ModuleKind, ObjectKind, OptimizerKind
+from drivetrain.context.values import CodedKind, GeneratorKind, OtherKind, PlainKind, TensorKind
+from drivetrain.core.containers import join_path
 from drivetrain.core.errors import DrivetrainError, DrivetrainWarning, StateError, nearest_name
 from drivetrain.core.types import Item, Saved
 from drivetrain.module.distributed_tensors import is_dtensor
-from drivetrain.module.wrapping import FaultKind
+from drivetrain.module.wrapping import FaultKind, named_clean_parameters
 from drivetrain.runtime.ranks import is_master
 
 
@@ -327,3 +325,68 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor | None:
     if is_dtensor(full):
         full = full.full_tensor()  # type: ignore[attr-defined]
     return full.cpu() if is_master() else None  # the others only take part
+
+
+PLAIN_KIND, MODULE_KIND, OTHER_KIND = PlainKind(), ModuleKind(), OtherKind()
+KINDS: tuple[Kind, ...] = (
+    ContextKind(),
+    MODULE_KIND,
+    OptimizerKind(),
+    TensorKind(),
+    GeneratorKind(),
+    CodedKind(),
+    PLAIN_KIND,
+    ObjectKind(),  # before the containers: a dict or dataclass that saves itself is asked to
+    NamedTupleKind(),
+    DataclassKind(),
+    DictKind(),
+    ListKind(),
+    TupleKind(),
+    SetKind(),
+    OTHER_KIND,
+)
+"""In order of precedence."""
+
+
+def kind_of(item: object) -> Kind:
+    """Return the handler of an item."""
+    if type(item) in PLAIN:
+        return PLAIN_KIND
+    return next(kind for kind in KINDS if kind.holds(item))
+
+
+def everything(item: object, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Kind, Any]]:
+    """Yield path, kind and value of an item and of all that is inside it, each object once."""
+    if type(item) in PLAIN:
+        yield path, PLAIN_KIND, item
+        return
+    seen = set() if seen is None else seen
+    if id(item) in seen:
+        return
+    seen.add(id(item))
+    kind = kind_of(item)
+    yield path, kind, item
+    for name, child in kind.children(item):
+        yield from everything(child, join_path(path, name), seen)
+
+
+def walk(item: object) -> Iterator[tuple[str, Kind, Any]]:
+    """Yield path, kind and value of all that is inside an item and is not a container."""
+    return (entry for entry in everything(item) if not entry[1].is_container)
+
+
+def holds_state(item: object) -> bool:
+    """Return whether something with state of its own is in an item."""
+    return any(kind.has_state(part) for _, kind, part in everything(item))
+
+
+def parameter_names(root: object) -> Names:
+    """Return the name of every parameter in the modules of a Context, and of trained tensors that are items themselves."""
+    names: dict[int, str] = {}
+    for path, kind, item in walk(root):
+        if kind is MODULE_KIND:
+            for name, parameter in named_clean_parameters(item):
+                names.setdefault(id(parameter), join_path(path, name))
+        elif isinstance(item, Tensor):
+            names.setdefault(id(item), path)
+    return names

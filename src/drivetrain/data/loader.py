@@ -64,7 +64,6 @@ from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import derive_seed
 
 T_co = TypeVar("T_co", covariant=True)
-
 _tokens = itertools.count()
 
 

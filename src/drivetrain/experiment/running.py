@@ -23,7 +23,6 @@ from drivetrain.core.locking import FolderLock
 from drivetrain.core.secret import hide, mask_command
 from drivetrain.core.types import Settings
 from drivetrain.experiment import proxies
-from drivetrain.experiment.logs import run_log
 from drivetrain.experiment.parameters import BOOKKEEPING, wants_cpu
 from drivetrain.experiment.plugins import app
 from drivetrain.experiment.processes import (
@@ -58,6 +57,7 @@ from drivetrain.experiment.run_folder import (
     is_plain,
     make_folder,
     plain,
+    run_log,
     run_path,
     write_json,
     write_parameters,

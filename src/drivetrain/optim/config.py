@@ -16,8 +16,7 @@ from torch import nn
 from drivetrain.core.errors import ConfigError, ConfigTypeError, did_you_mean, nearest_name, unknown_name
 from drivetrain.core.time import Time
 from drivetrain.core.yaml import YamlFile, YamlSource, dump_yaml, read_yaml
-from drivetrain.optim.arguments import SHARED, check_shared, keywords_of
-from drivetrain.optim.building import import_dotted
+from drivetrain.optim.building import SHARED, check_shared, import_dotted, keywords_of
 from drivetrain.optim.scheduler import GENERAL, OptimScheduler
 from drivetrain.optim.units import SCHEDULES
 

@@ -25,7 +25,7 @@ from drivetrain.module.accumulation import AccumulationWindow
 from drivetrain.module.gradient_sync import GradientSync
 from drivetrain.module.loss_scaling import Scaling
 from drivetrain.module.stepper import Stepper
-from drivetrain.optim.arguments import (
+from drivetrain.optim.building import (
     ACCUM_GRAD,
     DISTRIBUTED,
     FT_FACTOR,
@@ -35,11 +35,15 @@ from drivetrain.optim.arguments import (
     SHARED,
     USE_AMP,
     Default,
+    Names,
+    as_list,
+    build_optimizer,
+    check_groups,
     check_keywords,
     check_shared,
     one_of_two_names,
+    own_parameters,
 )
-from drivetrain.optim.building import Names, as_list, build_optimizer, check_groups, own_parameters
 from drivetrain.optim.passes import Losses, LossNames, Pass, Weight, finish_units, loss_terms, update_units
 from drivetrain.optim.positions import RunLength
 from drivetrain.optim.state import load_unit, save_unit
@@ -48,18 +52,8 @@ TimeFunction = Callable[[list[str | None]], AbstractContextManager[object]]
 _log = logging.getLogger(__name__)
 
 GENERAL = (
-    "optim_type",
-    "optim_conf",
-    "optim_loss",
-    "optim_losses",
-    "updated_modules",
-    "update_modules",
-    "step_per_update",
-    "accumulate_skipped",
-    "excluded_modules",
-    "param_groups",
-    "nonfinite",
-    "manual",
+    *("optim_type", "optim_conf", "optim_loss", "optim_losses", "updated_modules", "update_modules", "step_per_update"),
+    *("accumulate_skipped", "excluded_modules", "param_groups", "nonfinite", "manual"),
 )
 """The arguments every unit has besides the shared ones, under all their names."""
 

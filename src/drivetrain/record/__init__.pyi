@@ -2,12 +2,12 @@
 from drivetrain.record.recorder import Recorder as Recorder
 from drivetrain.record.jsonl import read_metrics as read_metrics
 from drivetrain.record.jsonl import JsonlSink as JsonlSink
+from drivetrain.record.jsonl import CsvSink as CsvSink
 from drivetrain.record.sink import Sink as Sink
 from drivetrain.record.sink import Resume as Resume
 from drivetrain.record.sink import ConsoleSink as ConsoleSink
-from drivetrain.record.histogram import Histogram as Histogram
+from drivetrain.record.buffer import Histogram as Histogram
 from drivetrain.record.images import Picture as Picture
-from drivetrain.record.csv_files import CsvSink as CsvSink
 from drivetrain.record.tensorboard import TensorBoardSink as TensorBoardSink
 from drivetrain.record.wandb import WandbSink as WandbSink
 from drivetrain.record.mlflow import MlflowSink as MlflowSink
@@ -16,12 +16,12 @@ __all__ = [
     "Recorder",
     "read_metrics",
     "JsonlSink",
+    "CsvSink",
     "Sink",
     "Resume",
     "ConsoleSink",
     "Histogram",
     "Picture",
-    "CsvSink",
     "TensorBoardSink",
     "WandbSink",
     "MlflowSink",

@@ -1,13 +1,20 @@
-"""Values on their way from a device to the host: copied aside at once, read many at a time.
+"""Values on their way from a device to the host: copied aside at once, read many at a time; and histograms, counted there.
 
 A value that is recorded is copied into the next place of a page on its own device, behind the kernel that computes it, so neither
 later changes in place nor a replayed graph alter it, and the host does not wait. When the page is sent, one transfer to pinned
 memory carries all of it, and an event says when it has arrived. A place has eight bytes and is seen through the dtype of its
 value, so numbers arrive as they were and a page needs one transfer however many types it holds.
+
+`torch.histc` and `bincount` read their limits on the host; here limits, places and counts stay tensors, and nothing waits. Large
+tensors are worked through in pieces, so that a histogram of all weights needs little additional memory.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from drivetrain.core.errors import ConfigError
 
 PLACES = 1024
 _WIDTH = 8
@@ -173,3 +180,69 @@ class DeviceBuffer:
         for page in pages:
             page.used = 0
             self._free.setdefault(page.key, []).append(page)
+
+
+_PIECE = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class Histogram:
+    """Counts of values in equal bins between `low` and `high`, both included."""
+
+    low: float
+    high: float
+    counts: list[int]
+    total: float
+    """The sum of the finite values."""
+    total_of_squares: float
+    nonfinite: int
+    """Number of NaN or infinite values; no bin counts them."""
+
+    @property
+    def edges(self) -> list[float]:
+        """Return the limits of the bins, one more than there are bins."""
+        width = (self.high - self.low) / len(self.counts)
+        return [self.low + width * place for place in range(len(self.counts))] + [self.high]
+
+
+def count_values(values: Tensor, bins: int) -> tuple[Tensor, Tensor]:
+    """Return (low, high, sum, sum of squares) and (counts of the bins..., number of non-finite values).
+
+    As in numpy, equal values get a bin range of one around them.
+    """
+    if values.numel() == 0:
+        raise ConfigError("cannot make a histogram of no values; expected a tensor with at least one element.")
+    if type(bins) is not int or bins < 1:
+        raise ConfigError(f"bins={bins!r} is not valid; expected a whole number of at least 1.")
+    if values.is_complex():
+        raise ConfigError("cannot make a histogram of complex values; record their real part or their size (abs).")
+    flat = values.detach().reshape(-1)
+    kind = torch.float32 if flat.device.type == "mps" else torch.float64
+    low = torch.full((), torch.inf, dtype=kind, device=flat.device)
+    high, total, squares = -low, torch.zeros_like(low), torch.zeros_like(low)
+    for piece in flat.split(_PIECE):
+        piece = piece.to(kind)
+        finite = piece.isfinite()
+        low = torch.minimum(low, torch.where(finite, piece, torch.inf).amin())
+        high = torch.maximum(high, torch.where(finite, piece, -torch.inf).amax())
+        piece = torch.where(finite, piece, 0.0)
+        total, squares = total + piece.sum(), squares + piece.square().sum()
+    none = low > high
+    low, high = torch.where(none, 0.0, low), torch.where(none, 0.0, high)
+    half = torch.where(low == high, 0.5, 0.0)
+    low, high = low - half, high + half
+    counts = torch.zeros(bins + 1, dtype=torch.int64, device=flat.device)
+    for piece in flat.split(_PIECE):
+        piece = piece.to(kind)
+        finite = piece.isfinite()
+        place = ((torch.where(finite, piece, low) - low) / (high - low) * bins).long().clamp_(0, bins - 1)
+        place = torch.where(finite, place, bins)
+        counts.scatter_add_(0, place, torch.ones_like(place))
+    return torch.stack([low, high, total, squares]), counts
+
+
+def read_histogram(limits: Tensor, counts: Tensor) -> Histogram:
+    """Return the histogram of tensors that have reached the host."""
+    low, high, total, squares = limits.tolist()
+    *inside, nonfinite = counts.tolist()
+    return Histogram(low=low, high=high, counts=inside, total=total, total_of_squares=squares, nonfinite=nonfinite)

@@ -1,11 +1,13 @@
-"""`metrics.jsonl`: everything that was recorded, one object a line, and the reader for it.
+"""`metrics.jsonl`: everything that was recorded, one object a line, the reader for it, and `scalars.csv`, its view for spreadsheets.
 
 The file only grows. After a resume a line of the kind `resume` says from where rows are recorded again, and readers drop what
 it supersedes; so a killed run shows one history, and nothing that was ever written is lost. JSON has no NaN and no infinity: they
 are the strings "nan", "inf" and "-inf".
 """
 
+import csv
 import errno
+import io
 import json
 import math
 import os
@@ -14,12 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from drivetrain.core.display import spreadsheet_cell
 from drivetrain.core.errors import StateError
-from drivetrain.core.files import load_json, open_regular, open_to_read
+from drivetrain.core.files import load_json, make_inner_folder, open_regular, open_to_read, replace_bytes, replacing
 from drivetrain.core.types import Settings
 
 if TYPE_CHECKING:
-    from drivetrain.record.histogram import Histogram
+    from drivetrain.record.buffer import Histogram
     from drivetrain.record.images import Picture
     from drivetrain.record.sink import Resume
 
@@ -261,3 +264,59 @@ def _spelled(value: object) -> object:
     if isinstance(value, list):
         return [_spelled(item) for item in value]
     return value
+
+
+TABLE_NAME = "scalars.csv"
+COLUMNS = ("step", "time", "tag", "value")
+
+
+class CsvSink(FileSink):
+    """Writes `scalars.csv`, and the PNG files of images and figures.
+
+    After a resume the table is written again from the rows that remain, so it never shows a step twice. A tag that a spreadsheet would
+    take for a formula has an apostrophe in front of it here, and only here.
+    """
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._text = io.StringIO()
+        self._writer = csv.writer(self._text)
+
+    def open(self, folder: Path, resume: "Resume | None") -> None:
+        """Open the table for appending, after a resume without the rows that are recorded again."""
+        self._folder, path = folder, folder / TABLE_NAME
+        if resume is not None:
+            with replacing(path) as stream:
+                file = io.TextIOWrapper(stream, encoding="utf-8", newline="")
+                writer = csv.writer(file)
+                writer.writerow(COLUMNS)
+                writer.writerows(
+                    [spreadsheet_cell(row[column]) for column in COLUMNS]
+                    for row in iterate_metrics(folder / FILE_NAME)
+                    if row["kind"] == "scalar"
+                )
+                file.flush()
+                file.detach()  # `replacing` closes the stream beneath it
+        self._file = AppendFile(path)
+        if self._file.lines == 0:
+            self._writer.writerow(COLUMNS)
+
+    def scalar(self, tag: str, value: float, step: int, time: float) -> None:
+        """Take one number."""
+        self._writer.writerow((step, round(time, 3), spreadsheet_cell(tag), value))
+
+    def image(self, tag: str, picture: "Picture", step: int, time: float) -> None:
+        """Write a PNG file."""
+        assert self._folder is not None and picture.path is not None
+        path = self._folder / picture.path
+        make_inner_folder(self._folder, path.parent)
+        replace_bytes(path, picture.png, durable=False)
+
+    figure = image
+
+    def take_waiting(self) -> list[str]:
+        """Return the rows that wait to be written, and forget them."""
+        text = self._text.getvalue()
+        self._text.seek(0)
+        self._text.truncate()
+        return [text] if text else []

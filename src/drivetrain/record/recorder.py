@@ -20,10 +20,9 @@ from drivetrain.core.errors import ConfigError, ConfigTypeError, ExperimentError
 from drivetrain.core.secret import masked
 from drivetrain.core.time import Time
 from drivetrain.core.types import StateDict
-from drivetrain.record.csv_files import CsvSink
-from drivetrain.record.histogram import count_values
+from drivetrain.record.buffer import count_values
 from drivetrain.record.images import check_figure, check_image, encode_figure
-from drivetrain.record.jsonl import JsonlSink
+from drivetrain.record.jsonl import CsvSink, JsonlSink
 from drivetrain.record.mlflow import MlflowSink
 from drivetrain.record.sink import ConsoleSink, Outlet, Resume, Row, plain
 from drivetrain.record.stream import Stream, check_tag, kept

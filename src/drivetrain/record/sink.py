@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, TextIO, overload
 
 from drivetrain.core.display import printable, printable_lines
 from drivetrain.core.errors import ConfigTypeError
-from drivetrain.record.histogram import Histogram
+from drivetrain.record.buffer import Histogram
 from drivetrain.record.images import Picture
 
 

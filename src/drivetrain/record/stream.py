@@ -19,8 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from drivetrain.core.errors import ConfigTypeError
-from drivetrain.record.buffer import Arrival, BufferSlot, DeviceBuffer
-from drivetrain.record.histogram import read_histogram
+from drivetrain.record.buffer import Arrival, BufferSlot, DeviceBuffer, read_histogram
 from drivetrain.record.images import Picture, encode_image
 from drivetrain.record.jsonl import FILE_NAME, JsonlSink
 from drivetrain.record.sink import Outlet, Resume, Row

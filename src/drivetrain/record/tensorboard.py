@@ -12,7 +12,7 @@ from typing import Any
 
 from drivetrain.core.errors import MissingExtra
 from drivetrain.core.files import make_inner_folder
-from drivetrain.record.histogram import Histogram
+from drivetrain.record.buffer import Histogram
 from drivetrain.record.images import Picture
 from drivetrain.record.sink import Resume
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from drivetrain.core.errors import ConfigError, MissingExtra, unknown_name
 from drivetrain.core.types import Settings
-from drivetrain.record.histogram import Histogram
+from drivetrain.record.buffer import Histogram
 from drivetrain.record.images import Picture
 from drivetrain.record.sink import Resume
 

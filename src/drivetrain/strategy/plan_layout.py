@@ -18,9 +18,8 @@ from torch.utils._pytree import tree_map_only
 
 from drivetrain.context.codec import pack, unpack
 from drivetrain.context.context import Context
-from drivetrain.context.loading import Saving
+from drivetrain.context.loading import Saving, parameter_names
 from drivetrain.context.optimizers import save_optimizer
-from drivetrain.context.table import parameter_names
 from drivetrain.core.errors import StateError
 from drivetrain.core.types import StateDict
 from drivetrain.module.distributed_tensors import is_dtensor

@@ -202,7 +202,7 @@ def _make_stepper(trainer: "Trainer") -> None:
         )
         stepper.model = trainer.get_model()
     else:
-        from drivetrain.optim.set_stepper import SetStepper
+        from drivetrain.optim.plain import SetStepper
 
         stepper = SetStepper(run.units, window, trainer.state.clock, settings.nonfinite)
     mesh = getattr(getattr(trainer, "plan", None), "mesh", None) or ()

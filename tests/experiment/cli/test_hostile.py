@@ -11,8 +11,8 @@ import torch
 
 from drivetrain.checkpoint.store import load_checkpoint, save_checkpoint
 from drivetrain.core.errors import CheckpointError
-from drivetrain.experiment.logs import run_log
 from drivetrain.experiment.reports import write_report
+from drivetrain.experiment.run_folder import run_log
 from drivetrain.record.recorder import Recorder
 from tests.experiment.folders import make_run
 

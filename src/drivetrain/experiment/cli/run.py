@@ -186,7 +186,7 @@ def _print_failure(error: Exception, folder: Path, hidden: Iterable[str]) -> Non
         lines = traceback.format_exception(type(error), error, _from_user_code(error))
         print(printable_lines(hide("".join(lines), hidden)), end="", file=sys.stderr)
         return
-    from drivetrain.experiment.logs import log_file
+    from drivetrain.experiment.run_folder import log_file
 
     print_error(hide(str(error), hidden), f"rank {rank} failed first; its log: {log_file(folder, rank)}")
 

@@ -14,10 +14,9 @@ from drivetrain.core.locking import is_locked
 from drivetrain.core.secret import hide, masked
 from drivetrain.experiment.run_folder import METRICS, plain
 from drivetrain.experiment.sweeps.executors import Executor, TrialWork
-from drivetrain.experiment.sweeps.journal import Journal
 from drivetrain.experiment.sweeps.result import Goal, SweepResult
 from drivetrain.experiment.sweeps.samplers import Sampler
-from drivetrain.experiment.sweeps.trial import ASKED, FAILED, FINISHED, RUNNING, Trial, TrialOutcome
+from drivetrain.experiment.sweeps.trial import ASKED, FAILED, FINISHED, RUNNING, Journal, Trial, TrialOutcome
 
 if TYPE_CHECKING:
     from drivetrain.experiment.experiments import Experiment

@@ -15,8 +15,7 @@ from drivetrain.core.files import PRIVATE_FILE, replacing
 from drivetrain.core.secret import masked
 from drivetrain.core.types import Settings
 from drivetrain.experiment.run_folder import plain
-from drivetrain.experiment.sweeps.journal import read_journal
-from drivetrain.experiment.sweeps.trial import FAILED, INTERRUPTED, RUNNING, TIMED_OUT, Trial
+from drivetrain.experiment.sweeps.trial import FAILED, INTERRUPTED, RUNNING, TIMED_OUT, Trial, read_journal
 
 __all__ = ["SweepResult", "Trial", "read_sweep"]
 

@@ -13,7 +13,6 @@ from drivetrain.core.types import Settings
 from drivetrain.experiment.directions import direction_of
 from drivetrain.experiment.run_folder import SWEEPS, fresh_name, make_folder, plain
 from drivetrain.experiment.sweeps.executors import Executor, InlineExecutor, TrialWork, visible_gpus
-from drivetrain.experiment.sweeps.journal import SCHEMA, read_journal
 from drivetrain.experiment.sweeps.loop import OnChange, SweepLoop, without_secrets
 from drivetrain.experiment.sweeps.result import Goal, SweepResult
 from drivetrain.experiment.sweeps.samplers import (
@@ -25,7 +24,7 @@ from drivetrain.experiment.sweeps.samplers import (
     Sampler,
 )
 from drivetrain.experiment.sweeps.space import ParameterSpace, check_space, make_space, space_from
-from drivetrain.experiment.sweeps.trial import Trial
+from drivetrain.experiment.sweeps.trial import SCHEMA, Trial, read_journal
 
 if TYPE_CHECKING:
     from drivetrain.experiment.experiments import Experiment
