@@ -284,6 +284,8 @@ def predicted_seconds(found: ModelProfile, machine: MachineProfile, mode: str, s
 def predicted_bytes(found: ModelProfile, mode: str, size: int) -> float | None:
     """Return the predicted peak of a step with a fused optimizer, or None where the profile could not say."""
     peak = found.peak(ARITHMETIC + (COMPILED if mode == "compiled" else ""), size)
+    if peak is None:  # a graph that could not be captured counts as eager mode
+        peak = found.peak(ARITHMETIC, size)
     return None if peak is None else peak + CUDA_WORKSPACE_BYTES
 
 

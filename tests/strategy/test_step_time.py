@@ -218,7 +218,9 @@ def test_time_is_that_of_the_table_with_exact_arithmetic(mlp):
         phase: sum(w.count for w in works if w.phase == phase and w.key != "view") for phase in ("forward", "backward")
     }
     views = sum(work.count for work in works if work.key == "view")
-    assert sum(found.host.values()) == pytest.approx(10e-6 * calls["forward"] + 5e-6 * calls["backward"] + 1e-6 * views)
+    assert sum(found.host.values()) == pytest.approx(
+        1.5 * (10e-6 * calls["forward"] + 5e-6 * calls["backward"] + 1e-6 * views)
+    )
     assert step_seconds(found) == pytest.approx(expected, rel=0.01)  # so much work that the host is far ahead
 
 
@@ -338,8 +340,9 @@ def test_what_is_known_is_not_measured_again(monkeypatch):
             yield measure_operators.Question(key, ((1.0,),), lambda size, key=key: asked.append(key) or (lambda: None))
 
     monkeypatch.setattr(measure_operators, "_questions", questions)
-    found = measure_operators.measure_operators(torch.device("cpu"), 10.0, known=["one"])
-    assert asked == ["two"] and list(found[0]) == ["two"] and found[1]
+    found = dict(measure_operators.measure_operators(torch.device("cpu"), 10.0, known=["one"]))
+    assert asked == ["two"] and list(found) == ["two"]
+    assert not dict(measure_operators.measure_operators(torch.device("cpu"), -1.0))  # no time, no grid
 
 
 def test_a_recurrent_layer_and_a_condition_on_values_are_recorded():

@@ -389,11 +389,16 @@ def _attention(
     if not is_plain or query.dtype not in ((torch.float32, *_LOW) if not is_grouped else _LOW):
         written_out = torch.ops.aten._scaled_dot_product_attention_math
         return written_out(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
-    mask = attn_mask.detach().to(query.dtype) if attn_mask is not None else None
-    if dropout_p > 0 and mask is None and _WRITTEN_OUT.get():
+    is_learnt = (
+        attn_mask is not None and attn_mask.requires_grad
+    )  # a bias of positions, whose gradient no fused kernel gives
+    if not is_grouped and (is_learnt or (dropout_p > 0 and attn_mask is None and _WRITTEN_OUT.get())):
         wide = [tensor.float() for tensor in (query, key, value)]
-        scores = (wide[0] @ wide[1].transpose(-1, -2)).softmax(-1)
-        return (torch.native_dropout(scores, dropout_p, True)[0] @ wide[2]).to(query.dtype)
+        scores = wide[0] @ wide[1].transpose(-1, -2)
+        shares = (scores if attn_mask is None else scores + attn_mask).softmax(-1)
+        kept = torch.native_dropout(shares, dropout_p, True)[0] if dropout_p > 0 else shares
+        return (kept @ wide[2]).to(query.dtype)
+    mask = attn_mask.detach().to(query.dtype) if attn_mask is not None else None
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return attend(query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
 

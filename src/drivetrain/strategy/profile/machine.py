@@ -8,6 +8,7 @@ Measured machines are one small JSON file each, by device, driver, torch and top
 `$XDG_CACHE_HOME/drivetrain`, else `~/.cache/drivetrain`. Files are replaced in one step; one that cannot be read counts as none.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -40,6 +41,7 @@ EFFICIENCY = 0.55
 COMPILATION = "compilation"
 """The key of the correction of compile times."""
 _LEAST_SECONDS = 3.0  # what a child needs to start and measure anything
+_CHILD_SECONDS = 6.0  # of these, what a child on an accelerator does not measure in
 _CPU_SECONDS = 2.0  # for all measurements on a CPU
 _MOST_RANKS = 8
 _LATENCY = {"cuda": 10e-6, "cpu": 100e-6}
@@ -185,7 +187,7 @@ def _measured(device: torch.device, limit: float, ranks: int, known: Sequence[st
     count = _group_size(device, ranks)
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
         children = []
-        seconds = _CPU_SECONDS if device.type == "cpu" else max(1.0, limit - 6.0)
+        seconds = _CPU_SECONDS if device.type == "cpu" else max(1.0, limit - _CHILD_SECONDS)
         environment = {key: value for key, value in os.environ.items() if key not in _LAUNCHER}
         environment["PYTHONPATH"] = os.pathsep.join(part for part in sys.path if part)
         for rank in range(count):
@@ -202,10 +204,14 @@ def _measured(device: torch.device, limit: float, ranks: int, known: Sequence[st
             )
         end = time.monotonic() + limit
         try:
-            answer, _ = children[0].communicate(timeout=limit)
+            try:
+                answer, _ = children[0].communicate(timeout=limit)
+            except subprocess.TimeoutExpired:  # what it has printed counts
+                children[0].kill()
+                answer, _ = children[0].communicate()
             for child in children[1:]:
                 child.wait(timeout=max(0.1, end - time.monotonic()))
-            return json.loads(answer.strip().splitlines()[-1])
+            return _last_line(answer)
         except (subprocess.TimeoutExpired, ValueError, IndexError):
             return None
         finally:
@@ -215,6 +221,14 @@ def _measured(device: torch.device, limit: float, ranks: int, known: Sequence[st
                 child.wait()
                 if child.stdout is not None:
                     child.stdout.close()
+
+
+def _last_line(answer: str) -> dict[str, Any] | None:
+    """Return the last complete object that a child has printed."""
+    for line in reversed(answer.strip().splitlines()):
+        with contextlib.suppress(ValueError):
+            return json.loads(line)
+    return None
 
 
 _LAUNCHER = frozenset(

@@ -26,9 +26,18 @@ _SIZES = {"cuda": (2**20, 2**24, 2**27), "cpu": (2**14, 2**18, 2**22)}
 
 
 def measure(
-    device: torch.device, seconds: float, rank: int = 0, world: int = 1, store: str = "", known: Sequence[str] = ()
+    device: torch.device,
+    seconds: float,
+    rank: int = 0,
+    world: int = 1,
+    store: str = "",
+    known: Sequence[str] = (),
+    report: Callable[[dict[str, Any]], None] = lambda found: None,
 ) -> dict[str, Any]:
-    """Return the figures of one device, taking about so many seconds; kinds of operators that are known are left out."""
+    """Return the figures of one device, taking about so many seconds; kinds of operators that are known are left out.
+
+    `report` gets what there is after each kind of operator.
+    """
     end, share = time.perf_counter() + seconds, min(seconds / 16, 0.5)
     _warm_up(device, share)
     found: dict[str, Any] = {"flops": _matrix_rates(device, share)}
@@ -43,9 +52,12 @@ def measure(
     if world > 1:
         found["link"] = _link(device, rank, world, store)
     if rank == 0:
-        host = _host_seconds(device, end - time.perf_counter())
-        grids, is_complete = measure_operators(device, end - time.perf_counter(), known)
-        found["times"] = {"host": host, "grids": grids, "is_complete": is_complete}
+        host = _host_seconds(device)
+        found["times"] = {"host": host, "grids": {}, "is_complete": False}
+        for name, grid in measure_operators(device, end - time.perf_counter(), known):
+            found["times"]["grids"][name] = grid
+            report(found)
+        found["times"]["is_complete"] = time.perf_counter() < end
     return found
 
 
@@ -218,39 +230,14 @@ class _Residual(nn.Module):
 _DEPTH = 25
 
 
-def _host_seconds(device: torch.device, seconds: float) -> dict[str, float]:
-    """Return what the host pays for an operator of a small model in both directions, for a convolution, a view and a compiled kernel."""
+def _host_seconds(device: torch.device) -> dict[str, float]:
+    """Return what the host pays for an operator of a small model in both directions, and for a view."""
     blocks = nn.Sequential(*[_Residual() for _ in range(_DEPTH)]).to(device)
     forward, backward = _both_ways(blocks, torch.ones(8, 8, device=device), device)
     found = {"forward": forward[0] / forward[1], "backward": backward[0] / backward[1]}
-    pixels = nn.Sequential(*[nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(_DEPTH)]).to(device)
-    there, back = _both_ways(pixels, torch.ones(2, 8, 4, 4, device=device), device)
-    found["conv/forward"] = max(found["forward"], (there[0] - (there[1] - _DEPTH) * found["forward"]) / _DEPTH)
-    found["conv/backward"] = max(found["backward"], (back[0] - (back[1] - _DEPTH) * found["backward"]) / _DEPTH)
     x = torch.ones(64, device=device)
     found["view"] = _shortest(lambda: [x.view(8, 8) for _ in range(100)], device) / 100
-    if device.type == "cuda" and seconds > _COMPILING:
-        with suppress(Exception):  # a machine without a compiler has no such cost
-            found["compiled"] = _compiled_seconds(device)
     return found
-
-
-_COMPILING = 60.0
-"""Seconds that there must be in all, for a small function to be compiled."""
-
-
-def _compiled_seconds(device: torch.device) -> float:
-    """Return what the host pays for a kernel of a compiled function: twenty products, each after an element-wise kernel."""
-    weight = torch.ones(16, 16, device=device, requires_grad=True)
-
-    def chain(x: Tensor) -> Tensor:
-        for _ in range(20):
-            x = torch.relu(x + 1) @ weight
-        return x
-
-    compiled, x = torch.compile(chain, dynamic=False), torch.ones(16, 16, device=device)
-    compiled(x).sum().backward()
-    return _shortest(lambda: compiled(x), device) / 40
 
 
 def _shortest(work: Call, device: torch.device) -> float:
@@ -281,6 +268,11 @@ def _both_ways(model: nn.Module, x: Tensor, device: torch.device) -> tuple[Timed
     return (there, forward.count), (back, max(1, backward.count))
 
 
+def _report(found: dict[str, Any]) -> None:
+    """Print what is known so far: the last line counts, also of a process that is ended."""
+    print(json.dumps(found), flush=True)
+
+
 def main(arguments: str) -> None:
     """Measure what a JSON object asks for, and print the answer."""
     asked = json.loads(arguments)
@@ -289,7 +281,7 @@ def main(arguments: str) -> None:
         torch.set_num_threads(asked["threads"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    found = measure(device, asked["seconds"], asked["rank"], asked["world"], asked["store"], asked["known"])
+    found = measure(device, asked["seconds"], asked["rank"], asked["world"], asked["store"], asked["known"], _report)
     if asked["rank"] == 0:
         print(json.dumps(found), flush=True)
 

@@ -33,20 +33,19 @@ class Question:
 
 def measure_operators(
     device: torch.device, seconds: float, known: Sequence[str] = ()
-) -> tuple[dict[str, object], bool]:
-    """Return grids (axes and seconds) as JSON holds them, and whether these are all; the most useful first, until the time is up.
+) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield keys with grids (axes and seconds) as JSON holds them; the most useful first, until the time is up.
 
     Keys that are known already are left out.
     """
     end = time.perf_counter() + seconds
-    grids: dict[str, object] = {}
     for question in _questions(device):
         if question.key in known:
             continue
-        if time.perf_counter() > end:
-            return grids, False
         values = []
         for point in itertools.product(*question.axes):
+            if time.perf_counter() > end:
+                return
             call, taken = None, None
             with suppress(RuntimeError, ValueError, NotImplementedError, torch.cuda.OutOfMemoryError):
                 call = question.build(*point)
@@ -55,10 +54,9 @@ def measure_operators(
             values.append(taken)
         if any(value is not None for value in values):
             filled = fill_in(question.axes, values)
-            grids[question.key] = {"axes": [list(axis) for axis in question.axes], "values": filled}
+            yield question.key, {"axes": [list(axis) for axis in question.axes], "values": filled}
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return grids, True
 
 
 def fill_in(axes: Axes, values: Sequence[float | None]) -> list[float]:

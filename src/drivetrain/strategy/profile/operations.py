@@ -174,7 +174,7 @@ def described(
 
 
 def _product(left: Tensor, right: Tensor) -> str:
-    """Return whether rows of 16-bit operands begin where kernels like them to: at multiples of eight, of two, or anywhere."""
+    """Return whether rows of 16-bit operands begin where kernels like them to: at multiples of four, of two, or anywhere."""
     if left.element_size() != 2:
         return "product"
     rows = [next((size for size, step in zip(t.shape, t.stride()) if step == 1), 8) for t in (left, right)]
@@ -182,7 +182,7 @@ def _product(left: Tensor, right: Tensor) -> str:
     sizes = [size for size in rows if size > 1]
     if any(size % 2 for size in sizes):
         return "product/odd"
-    return "product/even" if any(size % 8 for size in sizes) else "product"
+    return "product/even" if any(size % 4 for size in sizes) else "product"
 
 
 def _normalised(args: Sequence[object]) -> int:
@@ -273,8 +273,11 @@ def _convolution(name: str, args: Sequence[object]) -> tuple[str, tuple[float, .
     if groups > 1:
         return f"grouped/{layout}/{way}", (float(inner), float(outer), float(pixels))
     size = "1" if kernel == 1 else "3"
-    if kernel > 1 and list(stride) == list(weight.shape[2:]):
-        return f"patch/{layout}/{way}", (float(inner * kernel), float(pixels))
+    if kernel > 1 and list(stride) == list(weight.shape[2:]):  # patches do not overlap: each is one row of a product
+        if inner < 8:
+            return f"patch/{layout}/{way}", (float(inner * kernel), float(pixels))
+        rows = x.shape[0] * prod(x.shape[2:]) if transposed else pixels
+        return f"conv/1/{layout}/{way}", (sqrt(inner * kernel * outer), float(rows))
     if inner < 8:
         return f"conv/few/{layout}/{way}", (float(outer), float(pixels))
     return f"conv/{size}/{layout}/{way}", (sqrt(inner * outer) * (width / 3 if size == "3" else 1.0), float(pixels))

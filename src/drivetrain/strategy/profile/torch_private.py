@@ -149,7 +149,8 @@ def _partitioner() -> Partition:
     return min_cut_rematerialization_partition
 
 
-def _unrun(graph: "GraphModule", example_inputs: object) -> "GraphModule":
+def _unrun(graph: "GraphModule", example_inputs: object) -> Any:
+    """Stand for a compiler that compiles nothing."""
     return graph
 
 
@@ -231,7 +232,15 @@ def traced_saved_bytes(function: Callable[..., Tensor], inputs: object, round_to
             logger.setLevel(level)
     if not saved:
         raise PrivateFeatureMissing("the compiler's front end made no graph that needs a gradient")
+    if len(saved) > _MOST_GRAPHS:
+        raise PrivateFeatureMissing(
+            f"the compiler's front end made {len(saved)} graphs, and what runs between them is not known"
+        )
     return sum(saved) + sum(returned[:-1])
+
+
+_MOST_GRAPHS = 3
+"""More graphs than this leave too much uncounted."""
 
 
 def _saved_outputs(forward: "GraphModule", which: slice, round_to: int) -> float:
