@@ -464,3 +464,54 @@ def test_the_benchmark_counts_errors_and_knows_what_is_left(tmp_path):
     path.write_text(json.dumps({"environment": {}, "rows": rows[:2]}))
     chosen = argparse.Namespace(resume=str(path), limit=1.0, tiny=False, cpu=True, modes=["eager"], dump=None)
     assert bench.Parent(chosen, path)._rows_of("gpt2") == [("eager", 32)]
+
+
+def test_attention_with_a_learnt_bias_keeps_its_scores_in_both_modes():
+    class Biased(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.bias = nn.Linear(WIDTH, 3 * WIDTH), nn.Parameter(torch.zeros(1, 2, 64, 64))
+
+        def forward(self, x):
+            q, k, v = self.inner(x).unflatten(-1, (3, 2, WIDTH // 2)).unbind(2)
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias.to(q.dtype))
+
+    profile = recorded(Biased(), torch.randn(4, 64, WIDTH))
+    assert profile.saved_bytes("bfloat16") > 2 * 64 * 64 * 4  # the shares of two heads, in float32
+    assert not any(work.key.startswith("attention") for work in profile.work["bfloat16"])
+
+
+def test_patches_are_products_and_deconvolutions_count_what_goes_in():
+    class Patches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cut, self.grow = nn.Conv2d(3, 16, 4, stride=4), nn.ConvTranspose2d(16, 8, 2, stride=2)
+
+        def forward(self, x):
+            return self.grow(self.cut(x))
+
+    works = recorded(Patches(), torch.randn(4, 3, 16, 16)).work["float32"]
+    (cut,) = of_kind(works, "patch/first/forward")
+    assert cut.dims == ((48.0, 0.0), (0.0, 16.0))  # 16 patches of 3 x 4 x 4 numbers
+    (grow,) = of_kind(works, "conv/1/first/forward")
+    assert grow.dims[1] == (0.0, 16.0)
+
+
+def test_what_a_late_child_has_printed_counts():
+    assert machines._last_line('{"flops": 1}\n{"flops": 2}\n{"flo') == {"flops": 2}
+    assert machines._last_line("no answer") is None and machines._last_line("") is None
+
+
+def test_recurrent_layers_are_not_counted_as_compiled():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(WIDTH, HIDDEN, batch_first=True)
+
+        def forward(self, x):
+            return self.lstm(x)[0]
+
+    task = TrainingTask(model=Recurrent(), call=CallModel(), loss_func=mean_square, samples=torch.randn(4, 5, WIDTH))
+    profile = ModelProfiler(task).profile(["float32/compiled"])
+    assert profile.compiled_bytes is None and any("recurrent" in note for note in profile.notes)
