@@ -17,7 +17,7 @@ from drivetrain.core.plugin import Algorithm, Logger
 
 
 def alternating_flip(x: Tensor, index: Tensor, epoch: int, seed: int = 0) -> Tensor:
-    """Return images (N, ..., W) flipped horizontally where the hash of their index and the epoch say so.
+    """Return images (N, ..., W) flipped horizontally according to a hash of their index and the epoch.
 
     >>> x = torch.tensor([[[[0, 1]]], [[[0, 1]]]])
     >>> sides = [alternating_flip(x, torch.tensor([3, 4]), epoch)[:, 0, 0, 0].tolist() for epoch in range(2)]
@@ -52,7 +52,7 @@ def _shifted(z: Tensor, bits: int) -> Tensor:
 
 
 class AlternatingFlip(Algorithm):
-    """Flips images of every batch so that each sample is seen both ways every two epochs; the loader must know its samples.
+    """Flips images of every batch so that each sample is seen both ways every two epochs; the loader must provide sample indices.
 
     It acts before samples are selected, because afterwards it is unknown which ones are left.
     """

@@ -1,4 +1,4 @@
-"""Cautious updates (Liang et al., 2024, arXiv 2411.16085): leave out what points against the present gradient."""
+"""Cautious updates (Liang et al., 2024, arXiv 2411.16085): skip update entries that point against the current gradient."""
 
 from drivetrain.algorithms.utils.run import make_optimizer, own_optimizer, reject_begun
 from drivetrain.context.state import State

@@ -157,7 +157,7 @@ _INITIALIZE = ("random", "svd")
 
 
 def clean_latent_size(latent: float, in_size: int, out_size: int) -> int:
-    """Return the rank that a setting means: a count from 1 on, below that a fraction of the smaller size."""
+    """Return the rank that a setting means: a count of at least 1, or a fraction of the smaller size below 1."""
     return int(latent) if latent >= 1 else max(1, int(latent * min(in_size, out_size)))
 
 

@@ -24,7 +24,7 @@ class GyroDropoutLayer(nn.Module):
     """Dropout with masks out of a fixed set.
 
     Masks and choices are made when the first training batch shows their shape. They are buffers, as is the count of steps, so a
-    resumed run goes on with them. In a loop of your own each forward pass in training mode is a step. The Trainer counts batches
+    resumed run continues with them. In your own loop each forward pass in training mode is a step. The Trainer counts batches
     instead (`GyroDropout` calls `choose`), because one batch may take several passes: microbatches, SAM's second pass, recomputation.
     """
 

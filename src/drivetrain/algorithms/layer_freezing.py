@@ -70,8 +70,8 @@ def _freeze(layers: list[nn.Module]) -> Iterable[nn.Parameter]:
 class LayerFreezing(Algorithm):
     """Freezes more and more layers from `freeze_start` on, up to `freeze_level` of them at the end.
 
-    The optimizer keeps its groups, so that its state stays aligned and a resumed run goes on as it was: it also acts after loading,
-    to freeze what was frozen. A model in DDP is wrapped again, because DDP waits for every gradient it knows.
+    The optimizer keeps its groups, so that its state stays aligned and a resumed run continues exactly: it also acts after loading,
+    to freeze what was frozen. A model in DDP is wrapped again, because DDP waits for all registered gradients.
     """
 
     allow_multiple = False

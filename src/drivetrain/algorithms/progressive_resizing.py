@@ -30,7 +30,7 @@ def resize_batch(
     *,
     generator: Generator = None,
 ) -> tuple[Batch, Batch]:
-    """Return a batch of smaller images, and targets that are resized with them if `resize_targets` says so.
+    """Return a batch of smaller images, and targets that are resized with them if `resize_targets` is set.
 
     "resize" takes the nearest pixels, "crop" one random window for the whole batch. A factor of 1 or more changes nothing.
     """

@@ -15,7 +15,7 @@ from drivetrain.module.surgery import count_module_instances, replace_module_cla
 class SqueezeExcite2d(nn.Module):
     """Multiplies each channel by a number between 0 and 1, computed from the mean of every channel.
 
-    `latent_channels` is the width of the hidden layer: a count from 1 on, below that a fraction of `num_features`.
+    `latent_channels` is the width of the hidden layer: a count of at least 1, or a fraction of `num_features` below 1.
     """
 
     def __init__(self, num_features: int, latent_channels: float = 0.125):
@@ -79,7 +79,7 @@ def apply_squeeze_excite(
 
 
 def check_latent(who: str, latent_channels: float) -> None:
-    """Reject a hidden width that is no positive number."""
+    """Reject a hidden width that is not a positive number."""
     if isinstance(latent_channels, bool) or not isinstance(latent_channels, int | float) or not latent_channels > 0:
         raise ConfigError(f"{who}(latent_channels={latent_channels!r}): expected a count, or a fraction below 1.")
 

@@ -1,7 +1,7 @@
-"""Test-time flips: evaluate an image and its mirror image, and average what the model says of both.
+"""Test-time flips: evaluate an image and its mirror image, and average the model's outputs for both.
 
 As old as AlexNet (Krizhevsky et al., 2012). With `shift` also the images moved by a pixel or so along the diagonal
-count, in the weighting of Jordan's airbench (2024, arXiv 2404.00498): the two unmoved views have half of the say.
+count, in the weighting of Jordan's airbench (2024, arXiv 2404.00498): the two unshifted views have half of the weight.
 """
 
 from collections.abc import Callable, Iterator

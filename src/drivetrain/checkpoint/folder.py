@@ -1,7 +1,7 @@
-"""The folder that holds checkpoints: tested and locked before a run begins, and watched while it goes on.
+"""The folder that holds checkpoints: tested and locked before a run starts, and watched during the run.
 
-A folder that cannot be written, or that another run writes to, is an error before the first step. One that vanishes or becomes read-only
-later is noticed at the next save, in the main thread, so that training does not go on for hours without a checkpoint; the thread that
+A folder that cannot be written, or that another run writes to, is an error before the first step. One that disappears or becomes read-only
+later is noticed at the next save, in the main thread, so that training does not continue for hours without a checkpoint; the thread that
 touches the lock warns within seconds. Rank 0 holds the lock for all ranks.
 """
 

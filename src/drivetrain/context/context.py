@@ -316,7 +316,7 @@ class Restorer(Protocol):
 
 
 def follow_run(context: "Context") -> None:
-    """Bring a Context to where the current run wants it; outside a run its device is chosen, and the launcher's world is joined."""
+    """Move a Context to the device of the current run; outside a run its device is chosen, and the launcher's world is joined."""
     run = current_run()
     device = wanted_device(run)
     join_launched_world(device)

@@ -176,7 +176,7 @@ class State(Context):
         self._max_duration = None if value is None else ensure_time(value, TimeUnit.EPOCH)
 
     def get_elapsed_duration(self) -> Time | None:
-        """Return how much of the run lies behind, as a fraction (`dur`), or None when its length is not known."""
+        """Return how much of the run is done, as a fraction (`dur`), or None when its length is not known."""
         fraction = elapsed_duration(self.clock, self._max_duration, self._batches_per_epoch)
         return None if fraction is None else Time(fraction, TimeUnit.DURATION)
 
@@ -203,7 +203,7 @@ class State(Context):
     def set_dataloader(
         self, dataloader: object = None, dataloader_label: str | None = None, dataloader_len: TimeLike | None = None
     ) -> None:
-        """Set the loader that the loop reads now; its length is asked for unless given."""
+        """Set the loader that the loop reads now; its length is computed unless given."""
         self.dataloader = dataloader
         self.dataloader_label = None if dataloader is None else dataloader_label
         if dataloader is None:

@@ -65,7 +65,7 @@ class UnsupportedMethodError(StrategyError):
 
 
 class PlanInfeasible(StrategyError):
-    """No plan fits; `failure` on the strategy says by how much."""
+    """No plan fits; `failure` on the strategy gives the shortfall."""
 
 
 class StateError(DrivetrainError, ValueError):
@@ -103,7 +103,7 @@ class ResumeError(CheckpointError):
 
 
 class DeviceError(DrivetrainError, RuntimeError):
-    """The device asked for is not there."""
+    """The requested device does not exist."""
 
 
 class UnknownDeviceError(ConfigError, DeviceError):
@@ -181,7 +181,7 @@ class EngineError(DrivetrainError, RuntimeError):
 
 
 class CallbackMethodNotImplementedError(DrivetrainError, NotImplementedError):
-    """A callback was asked for a method that it must define and does not."""
+    """A callback does not define a required method."""
 
 
 class DrivetrainWarning(UserWarning):

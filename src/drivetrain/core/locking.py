@@ -46,7 +46,7 @@ _TOKEN = re.compile(r"[0-9a-f]{16}")
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """Who holds a lock, as its file says."""
+    """The owner of a lock, as recorded in its file."""
 
     host: str = "unknown"
     machine: str = ""

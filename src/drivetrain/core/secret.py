@@ -78,7 +78,7 @@ def is_secret_value(value: object) -> bool:
 
 
 def looks_secret(name: str) -> bool:
-    """Return whether a name says that its value is a secret.
+    """Return whether a name indicates a secret value.
 
     >>> [looks_secret(name) for name in ("api_key", "hf_token", "opt.password", "max_tokens", "pad_token", "key_dim")]
     [True, True, True, False, False, False]

@@ -178,7 +178,7 @@ def checked_fields(state: Mapping[str, Any]) -> dict[str, Any]:
 def elapsed_duration(
     now: "Clock | Timestamp", max_duration: Time | None, batches_per_epoch: int | None = None
 ) -> float | None:
-    """Return the fraction of the run that lies behind `now` (a `Timestamp` or `Clock`), or None without a limit.
+    """Return the fraction of the run that is done at `now` (a `Timestamp` or `Clock`), or None without a limit.
 
     A limit in epochs counts the batches of the current epoch too, when the loader's length is known.
 

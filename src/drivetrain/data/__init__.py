@@ -1,4 +1,4 @@
-"""Data on its way to the model: a loader that knows its place, its order, and what makes it fast."""
+"""Data on its way to the model: a loader that saves its position, its order, and what makes it fast."""
 
 from drivetrain.core.lazy import lazy_exports
 

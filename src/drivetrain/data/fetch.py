@@ -117,7 +117,7 @@ def keys_of(rows: Rows) -> list[object]:
 
 
 def dataset_length(dataset: Any, columns: Columns | None) -> int:
-    """Return the number of samples of a dataset with the indices 0..N-1, or say what is missing."""
+    """Return the number of samples of a dataset with the indices 0..N-1, or raise an error with what is missing."""
     if columns is not None:
         return columns.length
     if isinstance(dataset, Mapping) and 0 not in dataset and len(dataset):
@@ -139,7 +139,7 @@ def dataset_length(dataset: Any, columns: Columns | None) -> int:
 
 
 def sized_length(dataset: object, columns: Columns | None) -> int | None:
-    """Return the number of samples, or None if the dataset does not say; a sampler then decides what is read."""
+    """Return the number of samples, or None if the dataset has no length; a sampler then decides what is read."""
     if columns is not None:
         return columns.length
     return len(dataset) if hasattr(dataset, "__len__") else None

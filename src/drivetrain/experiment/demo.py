@@ -1,7 +1,7 @@
 """The demonstration: a digit classifier on data that ships with scikit-learn, in well under a minute.
 
 It is an experiment like any user's: parameters from the signature, a run folder, a Trainer that keeps its metrics and checkpoints
-there, and a report at the end. Interrupted with Ctrl-C and started again, it goes on where it was.
+there, and a report at the end. Interrupted with Ctrl-C and started again, it continues where it stopped.
 """
 
 import logging

@@ -323,13 +323,13 @@ def process_count(value: Any) -> int | str:
 
 
 def wants_cpu(values: Mapping[str, object]) -> bool:
-    """Return whether a run with these values keeps to the CPU, whatever other devices there are."""
+    """Return whether a run with these values uses only the CPU, even if there are other devices."""
     device = values["device"]
     return str(device) == "cpu" or (device in (None, "auto") and not values["cuda"])
 
 
 def fresh_seed() -> int:
-    """Return 32 random bits of the operating system, whatever the state of `random`."""
+    """Return 32 random bits of the operating system, independent of `random`."""
     return random.SystemRandom().getrandbits(32)
 
 

@@ -1,7 +1,7 @@
 """Plugins: other packages that add parameters to every experiment, or act before and after each run.
 
 A package names a function under the entry point `drivetrain.plugins`; it is called once with `app`, on which it hangs its
-callbacks. Nothing is loaded before the first experiment is declared, and a plugin that fails is named and left out.
+callbacks. Nothing is loaded before the first experiment is declared, and a plugin that fails is reported and ignored.
 """
 
 import logging

@@ -252,7 +252,7 @@ def sweep_folders(place: Path, depth: int = 4) -> Iterator[Path]:
 
 
 def read_remarks(folder: Path) -> tuple[list[str], str]:
-    """Return the tags and the note that somebody has given a run."""
+    """Return the tags and the note of a run."""
     data = read_json(folder / REMARKS)
     tags, note = data.get("tags"), data.get("note")
     kept = [tag for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else []

@@ -89,7 +89,7 @@ class Resolved:
         return frozenset().union(*found)
 
     def is_declared(self, name: str) -> bool:
-        """Return whether somebody gave this value for this run, rather than it being a default."""
+        """Return whether this value was set for this run and is not a default."""
         return self.origins.get(name) not in NOT_DECLARED
 
 

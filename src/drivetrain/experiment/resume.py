@@ -96,7 +96,7 @@ def _continue_path(path: Path, resolved: Resolved, parameters: ParameterSet, for
 
 
 def continue_run(record: RunRecord, resolved: Resolved, parameters: ParameterSet, *, force: bool = False) -> Beginning:
-    """Continue one run: take over its seed and the values nobody gave now, raise for values that contradict it."""
+    """Continue one run: use its seed and the values that were not set now, and raise for values that contradict it."""
     if record.is_live and is_locked(
         record.folder, is_patient=True
     ):  # a process on another machine may have died just now

@@ -132,7 +132,7 @@ SIMPLE: dict[Any, ValueType] = {
 
 
 def choice_of(values: Sequence[object]) -> ValueType:
-    """Return the type whose values are those listed; text matches whatever its case, and the listed value is returned."""
+    """Return the type whose values are those listed; text matches in any case, and the listed value is returned."""
     words = [_word_of(value) for value in values]
 
     def convert(value: object) -> Any:

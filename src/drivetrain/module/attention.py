@@ -59,7 +59,7 @@ def register_attention(
     causal: str | bool | Callable[[nn.Module], bool],
     inject: Inject | None = None,
 ) -> None:
-    """Say how to bias the attention layers of a class, or of all classes of a name.
+    """Register how to bias the attention layers of a class, or of all classes of a name.
 
     `heads` and `causal` are values, names of attributes, or functions of the layer. Without `inject`, calls of
     `F.scaled_dot_product_attention` inside the layer are intercepted.

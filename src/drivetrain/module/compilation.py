@@ -117,7 +117,7 @@ class GraphBreaks:
         return {reason: more for reason, count in now.items() if (more := count - self._before.get(reason, 0)) > 0}
 
     def report(self) -> str:
-        """Say how many there were, and the first reasons; and if no graph was made at all."""
+        """Report how many there were, and the first reasons; and if no graph was made at all."""
         reasons = self.reasons()
         if not reasons:
             if self._graphs() == self._graphs_before:

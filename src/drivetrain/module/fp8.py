@@ -200,7 +200,7 @@ def convert_linears_to_fp8(
     """Replace the linear layers that gain from 8 bits, and return the names of all that compute so now.
 
     Both sizes must be at least `min_features` and multiples of 16. A layer whose dotted name contains a word of `skip` stays: an
-    output layer needs the precision. One whose name contains a word of `include` is replaced all the same, whatever its size, as long
+    output layer needs the precision. One whose name contains a word of `include` is replaced at any size, as long
     as its sizes are multiples of 16.
     """
     check_fp8("convert_linears_to_fp8", recipe, min_features)

@@ -56,7 +56,7 @@ class Fingerprints:
 
 
 def difference(whole: Fingerprints, split: Fingerprints, outputs: tuple[object, object]) -> str | None:
-    """Say how a split run differs from a whole one, or None when it does not."""
+    """Return how a split run differs from a whole one, or None if it does not."""
     if not whole.calls:
         return (
             "no block calls F.scaled_dot_product_attention, so its attention cannot be split. Use it in the model; for models of "

@@ -232,7 +232,7 @@ class Stepper:
             self.scaler.update()  # it has unscaled these gradients, and learns here that they are done with
 
     def left_out(self) -> "Sequence[bool | Tensor] | None":
-        """Return what a scaler has left out of the last update, None where the guard itself has tested."""
+        """Return what a scaler has skipped in the last update, None if the guard itself has tested."""
         return None if self.scaler is None else [self.was_skipped]
 
     def update(self, skip_nonfinite: bool = False) -> bool:
@@ -342,7 +342,7 @@ def backward(loss: Tensor, scaler: "torch.amp.GradScaler | None", **kwargs: Any)
 
 
 def step(optimizer: Any, scaler: "torch.amp.GradScaler | None", closure: Callable[[], object] | None = None) -> bool:
-    """Step an optimizer; return whether its scaler has left the step out because a gradient overflowed."""
+    """Step an optimizer; return whether its scaler skipped the step because a gradient overflowed."""
     if scaler is None:
         optimizer.step() if closure is None else optimizer.step(closure)
         return False

@@ -1,4 +1,4 @@
-"""Find out how a model's matrices can be split over ranks, for models nobody wrote a plan for.
+"""Find out how a model's matrices can be split over ranks, for models without a written plan.
 
 One block of each family runs on made-up weights. Its linear layers are paired by following what they compute: a layer whose input comes
 from layers that may be split along their outputs (`colwise`) is split along its inputs (`rowwise`), and closes the pair (Shoeybi et al.,
@@ -55,7 +55,7 @@ class _Pair:
 
 
 def infer_tp_plan(model: nn.Module, size: int) -> InferredPlan:
-    """Return how the blocks of a model can be split over `size` ranks; an empty plan says in its remarks why not."""
+    """Return how the blocks of a model can be split over `size` ranks; the remarks of an empty plan give the reason."""
     plan = InferredPlan()
     families = [family for family in find_blocks(model) if family.repeats]
     if not families:
@@ -151,7 +151,7 @@ class _SplitTrial:
         return _pairs(closed_by, inside)
 
     def why_not(self, pair: _Pair, size: int) -> str | None:
-        """Say why a pair cannot be split over so many ranks, or None when it can."""
+        """Return why a pair cannot be split over so many ranks, or None if it can."""
         if pair.has_parameters_inside:
             return "parameters between them would have partial gradients"
         for name in pair.sources | pair.sinks:

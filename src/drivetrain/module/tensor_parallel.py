@@ -32,7 +32,7 @@ _registered: dict[type[nn.Module], dict[str, Any]] = {}
 
 
 def register_tp_plan(cls: type[nn.Module], plan: Mapping[str, Any]) -> None:
-    """Say how models (or blocks) of a class are split: dotted names or patterns inside them, each with its style."""
+    """Register how models (or blocks) of a class are split: dotted names or patterns inside them, each with its style."""
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ConfigError(f"register_tp_plan({cls!r}): expected a class of modules.")
     for name, style in plan.items():

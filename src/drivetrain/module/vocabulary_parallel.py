@@ -72,7 +72,7 @@ def _leave(head: nn.Module, args: object, out: Any) -> object:
 
 
 class SplitLogitsLoss:
-    """Makes a loss function know split logits."""
+    """Lets a loss function accept split logits."""
 
     def __call__(self, loss_func: Callable[..., object]) -> Callable[..., object]:
         from torch.utils._pytree import tree_map_only

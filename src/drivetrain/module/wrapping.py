@@ -216,7 +216,7 @@ def clean_state_dict(module: nn.Module) -> StateDict:
 def load_clean_state_dict(
     module: nn.Module, state: Mapping[str, object], strict: bool = True
 ) -> tuple[list[str], list[str]]:
-    """Load a state into a module, whatever is wrapped on either side, and return the missing and unexpected names.
+    """Load a state into a module, independent of wrappers on either side, and return the missing and unexpected names.
 
     With `strict` anything missing, unexpected or of another shape raises a StateError that lists all of it, and the
     module is unchanged. Without it, what fits is loaded.

@@ -167,7 +167,7 @@ class CurveLr(ScheduleLr):
         return total
 
     def position(self, real_step: int) -> float:
-        """Return how much of the body lies behind a real step, from 0 to 1."""
+        """Return how much of the body is done at a real step, from 0 to 1."""
         return body_position(real_step, self._total, self._w)
 
     def after_peak(self, real_step: int) -> int:

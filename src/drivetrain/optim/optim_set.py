@@ -330,7 +330,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
         self._attach(model)
 
     def end_run(self) -> None:
-        """Say in one log line which gradients were collected and not used, if any."""
+        """Log in one line which gradients were collected but not used, if any."""
         left = [f"{name} ({unit.window.count} batches)" for name, unit in self._units.items() if unit.window.count]
         if left:
             _log.warning("the run ended inside an accumulation window; gradients not used: %s.", ", ".join(left))

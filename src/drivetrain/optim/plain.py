@@ -22,7 +22,7 @@ from drivetrain.optim.scheduler import OptimScheduler
 
 
 class PlainLr(OptimScheduler):
-    """Leaves the learning rate to whoever owns the optimizer; nothing is clipped unless asked for."""
+    """Leaves the learning rate to whoever owns the optimizer; nothing is clipped unless requested."""
 
     def sche_init(self) -> None:
         """Take no arguments."""
@@ -64,7 +64,7 @@ def build_optim_sches(
 
 
 def as_optim_set(value: object, model: nn.Module, **shared: Any) -> OptimSet:
-    """Turn whatever describes units into a set: units, optimizers, mappings of them, configuration, or a function.
+    """Convert a description of units into a set: units, optimizers, mappings of them, configuration, or a function.
 
     `shared` values hold for units that were not given their own, by themselves or by their configuration.
     """
@@ -193,7 +193,7 @@ class SetStepper(Stepper):
         self.optimizer.leave_out()
 
     def left_out(self) -> Sequence[bool | Tensor]:
-        """Return which units have left their last update out."""
+        """Return which units skipped their last update."""
         return self.optimizer.skipped
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -238,7 +238,7 @@ class OptimScheduler(ABC):
         optim_name: str | None = None,
         logger: logging.Logger | None = None,
     ) -> bool:
-        """Update if the window closes with this batch, or if `close` says so; True if parameters changed."""
+        """Update if the window closes with this batch, or if `close` is set; True if parameters changed."""
         if step_num is not None:
             self._enter(step_num, epoch_num)
         if not (self.is_due if close is None else close) or not self.window.count:
@@ -417,12 +417,12 @@ class OptimScheduler(ABC):
 
     @property
     def was_skipped(self) -> bool | Tensor:
-        """Whether the last update was left out; of a fused optimizer a flag on the device."""
+        """Whether the last update was skipped; for a fused optimizer a flag on the device."""
         return self.stepper.was_skipped
 
     @property
     def is_tested(self) -> bool:
-        """Whether updates with gradients that are not finite are left out or raise."""
+        """Whether updates with gradients that are not finite are skipped or raise an error."""
         return self.nonfinite != "ignore" or self.scaler is not None
 
     @property
@@ -432,7 +432,7 @@ class OptimScheduler(ABC):
 
     @property
     def skipped_steps(self) -> int:
-        """How many updates were left out for non-finite gradients; reading it may wait for the device."""
+        """How many updates were skipped because of non-finite gradients; reading it may wait for the device."""
         return self._skips + (0 if self._device_skips is None else int(self._device_skips))
 
     @property

@@ -1,7 +1,7 @@
 """Pictures as PNG: from PIL images, tensors, arrays and matplotlib figures.
 
 PNG needs no more than zlib, so it is written here and no imaging package has to be installed. Floats are brightness in
-[0, 1]; what lies outside is cut off, and said so once.
+[0, 1]; values outside are clipped, with one warning.
 """
 
 import io
@@ -112,7 +112,7 @@ def encode_png(pixels: np.ndarray) -> bytes:
 
 
 def check_figure(figure: object) -> Any:
-    """Return a matplotlib Figure, or say what was given instead."""
+    """Return a matplotlib Figure, or raise an error with the type that was given."""
     matplotlib = sys.modules.get("matplotlib.figure")  # a Figure cannot exist before it is loaded
     if matplotlib is None or not isinstance(figure, matplotlib.Figure):
         hint = (

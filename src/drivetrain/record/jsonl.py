@@ -184,7 +184,7 @@ def read_metrics(
 ) -> list[Settings]:
     """Return the rows of a `metrics.jsonl`, or of the folder that holds it, in the order of recording.
 
-    Rows that a resume superseded are left out, and so is a last line that was cut short. A row has `step`, `time`, `kind`,
+    Rows that a resume superseded and an incomplete last line are skipped. A row has `step`, `time`, `kind`,
     `tag` and `value`; with `kind` or `tag` only matching rows are returned. A file of more than `limit` bytes is an `OSError`.
     """
     path = Path(path)

@@ -176,7 +176,7 @@ class Outlet:
                 self._failed(error, 0)
 
     def close(self) -> None:
-        """Close the sink and say what it has missed."""
+        """Close the sink and log what it has missed."""
         if self.is_open:
             self.is_open = False
             try:

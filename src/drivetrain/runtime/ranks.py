@@ -24,7 +24,7 @@ _data_ranks: _DataRanks | None = None
 
 
 def is_distributed() -> bool:
-    """Return whether a process group has been initialised, whatever its size."""
+    """Return whether a process group of any size has been initialized."""
     return dist.is_available() and dist.is_initialized()
 
 

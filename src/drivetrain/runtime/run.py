@@ -69,7 +69,7 @@ class ExperimentRun:
 
     @property
     def settings(self) -> Settings:
-        """The parameters that say what the run computes."""
+        """The parameters that determine what the run computes."""
         return {name: value for name, value in self.params.items() if name not in self.bookkeeping}
 
     def shown(self, values: Mapping[str, object]) -> Settings:

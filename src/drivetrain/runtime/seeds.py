@@ -1,7 +1,7 @@
 """Seeds: one root per run, every other seed derived from it by name.
 
 `derive_seed` hashes names with SHA-256, so that a derived seed is the same on every machine and in every version, and
-two purposes never share a stream by accident. The rest sets, keeps and puts back the generators a program shares:
+two purposes never share a stream by accident. The rest sets, keeps and restores the generators a program shares:
 Python's, numpy's, torch's and the accelerator's.
 """
 

@@ -1,4 +1,4 @@
-"""Stopping in good order: signals become a flag that is read where a step ends.
+"""Stopping cleanly: signals become a flag that is read where a step ends.
 
 A handler may run between any two bytecodes, so ours does nothing but note the signal; whoever drives the loop looks
 at the note at a step boundary, saves, and leaves. While a `StopSignals` is entered SIGTERM and SIGINT ask for a stop
@@ -34,7 +34,7 @@ URGENCY: tuple[int, ...] = (SAVE_SIGNAL, signal.SIGINT, signal.SIGTERM)
 
 
 def is_stop(number: int | None) -> bool:
-    """Return whether this signal asks the process to end (SIGUSR1 only asks for a save)."""
+    """Return whether this signal requests a stop (SIGUSR1 only requests a save)."""
     return number is not None and number != SAVE_SIGNAL
 
 

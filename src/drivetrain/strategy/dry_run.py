@@ -1,4 +1,4 @@
-"""Try a plan that somebody gives before it touches the model: right, finite, and without an error.
+"""Try a given plan before it changes the model: right, finite, and without an error.
 
 A copy takes one step on a few samples, as the plain model and by the plan. The loss, and the gradient and the movement of each parameter,
 must agree as closely as the plan's methods promise. Then it takes one step in training mode. All ranks learn the outcome of all; random

@@ -1,4 +1,4 @@
-"""The loader of a plan: the global batch stays what the user wrote, whatever the number of processes."""
+"""The loader of a plan: the global batch stays as the user set it, for any number of processes."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

@@ -146,7 +146,7 @@ class Method(Generic[C]):
         return MethodConfigError(f"{self.name}: {key}={given!r} is not valid; expected {expected}.")
 
     def expand(self, config: C) -> Settings | None:
-        """Return the methods that this one stands for, each with what `parse` takes; None for a method of its own."""
+        """Return the methods that this one combines, each with what `parse` takes; None for a method of its own."""
         return None
 
     # Whether it can work.

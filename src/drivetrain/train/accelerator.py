@@ -148,7 +148,7 @@ class TrainerRuntime:
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last update was left out."""
+        """Whether the last update was skipped."""
         return self.stepper.was_skipped is True
 
     def backward(self, loss: Tensor, **kwargs: object) -> None:

@@ -2,7 +2,7 @@
 
 Clocks, signals, stops, limits and the answers of user functions are each rank's own. What follows from them (a save, an evaluation, the
 end of the run) needs all ranks, so it is decided by the vote: every rank sends what it sees, and all act on the same answer. A single
-process asks nobody.
+process needs no exchange.
 """
 
 from collections.abc import Callable, Generator, Iterable
@@ -29,7 +29,7 @@ _ORDER = (0, STOP, *URGENCY)  # the last one wins: a save comes before a stop, a
 
 
 def is_stop_signal(request: int) -> bool:
-    """Return whether a request is a signal that asks the process to end."""
+    """Return whether a request is a signal to stop the process."""
     return request > STOP and is_stop(request)
 
 

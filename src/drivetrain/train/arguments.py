@@ -327,7 +327,7 @@ def check_scheduler(given: object, optimizer: object, units: object) -> None:
 
 
 def check_schedule_length(scheduler: object, run: "Run") -> None:
-    """Warn when a scheduler that knows its number of steps ends before the run does, or goes on after it."""
+    """Warn if a scheduler with a known number of steps is shorter or longer than the run."""
     settings, config = run.require_settings(), run.config
     planned = getattr(scheduler, "total_steps", None) or getattr(scheduler, "total_iterations", None)
     if not isinstance(planned, int) or config is None or settings.fast_dev_run:

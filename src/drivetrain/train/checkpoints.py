@@ -35,7 +35,7 @@ RESERVED = ("model_state_dict", "optimizer_state_dict", "scheduler_state_dict")
 
 
 def prepare_folder_for(settings: TrainSettings, own_folders: set[Path], until_end: ExitStack) -> None:
-    """Test and lock the checkpoint folder before a run begins; checkpoints of another run are an error unless the run goes on from them.
+    """Test and lock the checkpoint folder before a run begins; checkpoints of another run are an error unless the run resumes from them.
 
     `own_folders` are those that earlier runs of the same Trainer have written to, and that its later runs may write to again. `until_end`
     is closed when the run has ended, and releases the lock.

@@ -68,7 +68,7 @@ def evaluation_mode(
 
 @contextmanager
 def report_errors(trainer: "Trainer") -> Iterator[None]:
-    """Explain an error, and let every plugin know of it and close what it holds."""
+    """Explain an error, notify every plugin, and close what it holds."""
     try:
         yield
     except BaseException as error:
@@ -135,7 +135,7 @@ class EvaluationLoop(TrainerHooks):
 
     @property
     def evaluates_inside_epochs(self) -> bool:
-        """Whether `eval_interval` asks for evaluations inside epochs, which then count as much as those after an epoch."""
+        """Whether `eval_interval` requests evaluations inside epochs, which then count as much as those after an epoch."""
         return self.run.evaluation.is_due is not None
 
     def _run_evaluation(self) -> None:

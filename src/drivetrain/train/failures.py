@@ -282,7 +282,7 @@ def prepare_recovery(
 
 
 class Recovery:
-    """Records updates that were left out, and stops or rolls back where the policy requires it. All ranks act at the same step."""
+    """Records skipped updates, and stops or rolls back if the policy requires it. All ranks act at the same step."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""What the loop asks of its data: loaders built, placed, limited and measured.
+"""What the loop needs from its data: loaders built, placed, limited and measured.
 
-A loader the Trainer builds is a `SmartDataLoader`: it delivers on the device, knows its place and counts samples over all ranks.
+A loader the Trainer builds is a `SmartDataLoader`: it delivers on the device, tracks its position and counts samples over all ranks.
 A loader the user built is used as it is; what it does not know is found out another way.
 """
 

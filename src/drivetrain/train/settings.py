@@ -54,7 +54,7 @@ class TrainerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """The arguments of `Trainer.train` that shape the loop; `Trainer.train` says what each means."""
+    """The arguments of `Trainer.train` that shape the loop; `Trainer.train` documents each one."""
 
     num_epochs: int | None = None
     max_num_train_steps: int | None = None

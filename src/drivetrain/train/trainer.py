@@ -90,7 +90,7 @@ class Trainer(TrainerLoop):
         seed: seed of Python, numpy and torch.
         deterministic: True or `"strict"` allows repeatable kernels only; `"warn"` names the others.
         strict: makes warnings, unused parameters and waits for the device inside a step errors.
-        find_unused_parameters: DDP: a step may leave parameters out of its loss.
+        find_unused_parameters: DDP: the loss of a step may not depend on all parameters.
         static_graph: DDP: every step uses the same parameters.
         state: a `Context` to train.
         scale_schedule_ratio: multiplies the length of the run and of its schedules.
@@ -346,7 +346,7 @@ class Trainer(TrainerLoop):
             collate_fn: makes a batch of samples.
             reset_run_history: begin with an empty history.
             limit_batches: batches to evaluate, as a number or a fraction.
-            generate: compute metrics of generated sequences; None does as the constructor says.
+            generate: compute metrics of generated sequences; None uses the constructor's setting.
         """
         arguments.reject_unknown(Trainer.evaluate, unknown)
         arguments.check_loader_arguments(per_device_batch_size, dataloader_kwargs, collate_fn)

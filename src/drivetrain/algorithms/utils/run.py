@@ -14,7 +14,7 @@ from drivetrain.module.params import named_trainable
 
 
 def elapsed_fraction(state: State, who: str) -> float:
-    """Return how much of the run lies behind, from 0 to 1; an algorithm that depends on it cannot do without."""
+    """Return how much of the run is done, from 0 to 1; an algorithm that depends on it cannot do without."""
     elapsed = state.get_elapsed_duration()
     if elapsed is None:
         raise ConfigError(
@@ -46,7 +46,7 @@ def num_batches(state: State) -> int | None:
 
 
 def own_optimizer(state: State, who: str) -> Optimizer:
-    """Return the one torch optimizer of the run, or say what is there instead."""
+    """Return the only torch optimizer of the run, or raise an error that names what there is."""
     optimizers = state.optimizers
     if len(optimizers) == 1 and isinstance(optimizers[0], Optimizer):
         return optimizers[0]

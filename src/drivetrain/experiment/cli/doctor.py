@@ -92,7 +92,7 @@ ARGUMENTS = {
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Check what was asked for; 1 if something is wrong with it."""
+    """Run the requested checks; return 1 if one fails."""
     subject = arguments.subject
     if arguments.resume_check is not None:
         from drivetrain.experiment.cli.resume_check import check_resume

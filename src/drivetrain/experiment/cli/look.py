@@ -157,7 +157,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def board(arguments: argparse.Namespace) -> int:
-    """Serve the report of runs that go on until Ctrl-C; runs that begin later appear, too."""
+    """Serve the report of active runs until Ctrl-C; runs that start later appear too."""
     from drivetrain.experiment.reports.live import serve
 
     places = [locate(name) for name in arguments.runs or [DEFAULT_PLACE]]

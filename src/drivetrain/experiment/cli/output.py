@@ -71,7 +71,7 @@ def print_table(
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table that leaves out columns where the terminal is narrow."""
+    """One column of a table that omits columns on a narrow terminal."""
 
     name: str
     cells: Sequence[object]

@@ -179,7 +179,7 @@ def describe_source(record: RunRecord, path: Path) -> list[str]:
 
 
 def reasons_for_distrust(path: Path) -> list[str]:
-    """Return why somebody else may have written a file; none where only this user or root can have."""
+    """Return why someone else may have written a file; none where only this user or root can have."""
     real = path.resolve()
     reasons = [
         f"it is inside the run folder {folder}, so whoever wrote the run also wrote this file"
@@ -203,7 +203,7 @@ def reasons_for_distrust(path: Path) -> list[str]:
 
 
 def check_trust(path: Path) -> None:
-    """Raise a `ResumeError` for a file that somebody else may have written."""
+    """Raise a `ResumeError` for a file that someone else may have written."""
     reasons = reasons_for_distrust(path)
     if reasons:
         raise ResumeError(

@@ -66,7 +66,7 @@ ARGUMENTS = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run an experiment in this process, or on several if its options ask for it."""
+    """Run an experiment in this process, or on several if its options request it."""
     experiment, words = find_experiment(arguments.target, arguments.options)
     return start_words(experiment, words, program=f"drivetrain run {arguments.target}", as_json=arguments.json)
 

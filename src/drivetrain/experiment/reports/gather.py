@@ -171,7 +171,7 @@ def summarize(tag: str, known: TagSummary, directions: Mapping[str, str] | None 
 
 
 def main_metric(series: Iterable[str]) -> str | None:
-    """Return the metric that tells most about a run: of evaluation rather than training, and a score rather than a loss."""
+    """Return the most informative metric of a run: of evaluation rather than training, and a score rather than a loss."""
 
     def rank(tag: str) -> tuple[bool, bool, str]:
         words = tag.lower()

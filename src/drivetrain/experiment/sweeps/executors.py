@@ -34,7 +34,7 @@ Pruner = Callable[[Trial, float, int], bool]
 
 
 def never_prune(trial: Trial, value: float, step: int) -> bool:
-    """Replace the sampler where a trial runs; it is asked over a channel instead."""
+    """Replace the sampler where a trial runs; reports go over a channel instead."""
     return False
 
 

@@ -60,7 +60,7 @@ class Goal:
 
 
 class SweepResult(Sequence[Trial]):
-    """The trials of a sweep, in the order they were asked for."""
+    """The trials of a sweep, in the order of the sampler."""
 
     def __init__(
         self,

@@ -74,7 +74,7 @@ class GridSampler(Sampler):
 
 
 class RandomSampler(Sampler):
-    """Independent draws; trial number n is the same for the same seed, whatever happened before it."""
+    """Independent draws; trial number n depends only on the seed."""
 
     total: int
 
@@ -220,7 +220,7 @@ class OptunaSampler(Sampler):
         return Trial(index, self._suggest_all(self.study.ask(), index))
 
     def tell(self, trial: Trial) -> None:
-        """Tell the study how a trial ended; a trial without a usable value counts as failed."""
+        """Report to the study how a trial ended; a trial without a usable value counts as failed."""
         asked = self._asked.pop(trial.index, None)
         if asked is None:
             return

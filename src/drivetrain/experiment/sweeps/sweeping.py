@@ -177,7 +177,7 @@ def make_sampler(
     seed: int,
     directions: Sequence[str],
 ) -> Sampler:
-    """Return the sampler a user asked for: by name, by Optuna's configuration, or as an object."""
+    """Return the requested sampler: by name, by Optuna's configuration, or as an object."""
     if isinstance(sampler, Sampler) or hasattr(sampler, "ask"):
         return sampler  # type: ignore[return-value]
     if n_trials is not None and (type(n_trials) is not int or n_trials < 1):
@@ -215,7 +215,7 @@ def sampler_name(sampler: str | Sampler | OptunaConfig) -> str:
 
 
 def make_executor(executor: str | Executor, num_processes: int | None, gpus_per_trial: int | None) -> Executor:
-    """Return the executor a user asked for, by name or as an object."""
+    """Return the requested executor, by name or as an object."""
     if not isinstance(executor, str):
         return executor
     if executor == "pool":

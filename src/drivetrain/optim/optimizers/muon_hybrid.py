@@ -167,8 +167,8 @@ _MUON_ONLY = ("momentum", "nesterov", "ns_steps", "adjust_lr", "cuda_graph")
 class MuonHybrid(Optimizer):
     """Updates hidden matrices with Muon and everything else with AdamW.
 
-    `params` is best a model, whose layers say what is hidden (`drivetrain.module.params.muon_groups`), or its `named_parameters()`,
-    where `adam_match` names what is not. Groups may say so themselves: `{"params": ..., "muon": False}`. Convolution kernels are
+    `params` is best a model, whose layers show what is hidden (`drivetrain.module.params.muon_groups`), or its `named_parameters()`,
+    where `adam_match` names what is not. Groups may set it themselves: `{"params": ..., "muon": False}`. Convolution kernels are
     seen as (out, rest). `fused` is AdamW's; None leaves the choice to torch. `cuda_graph` records Muon's products once and starts them
     together, which pays where a network is small and the host is what takes the time.
 

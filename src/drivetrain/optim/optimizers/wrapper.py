@@ -72,7 +72,7 @@ class WrappedOptimizer(Optimizer):
 
     @property
     def training(self) -> bool:
-        """Whether the parameters hold the weights that are trained; an optimizer without modes always says yes."""
+        """Whether the parameters hold the weights that are trained; always True for an optimizer without modes."""
         return getattr(self.base_optimizer, "training", True)
 
     def train(self) -> None:
@@ -184,7 +184,7 @@ class Cautious(WrappedOptimizer):
     Cautious updates (Liang et al., 2024, arXiv 2411.16085). Momentum may still move a weight where the gradient has turned. Those entries
     are dropped, and the rest is scaled up so that the mean size of the update stays.
 
-    Weight decay that is no part of the gradient (AdamW, Lion, Muon) is left as it is. The mean is over the part of a tensor that
+    Decoupled weight decay (AdamW, Lion, Muon) is unchanged. The mean is over the part of a tensor that
     this rank holds.
     """
 

@@ -1,4 +1,4 @@
-"""Callbacks that end a run or leave updates out: no progress, a loss that is not a number, a loss that jumps."""
+"""Callbacks that stop a run or skip updates: no progress, a loss that is not a number, a loss that jumps."""
 
 import math
 from collections import deque
@@ -196,14 +196,14 @@ _LEAST_DEVIATION = 1e-3  # of the median: losses that hardly differ are not spik
 
 
 class LossSpike(TrainerCallback):
-    """Leaves out updates whose loss lies more than `threshold` robust standard deviations above the median of the last `window` losses.
+    """Skips updates whose loss is more than `threshold` robust standard deviations above the median of the last `window` losses.
 
-    Median and median absolute deviation are not moved by a few outliers. Large runs meet such spikes even with clipped gradients, and go
-    on well from an earlier state with other batches (Chowdhery et al., 2022, section 5.1).
+    Median and median absolute deviation are not moved by a few outliers. Large runs have such spikes even with clipped gradients,
+    and recover from an earlier state with other batches (Chowdhery et al., 2022, section 5.1).
 
-    `action="skip"` leaves the update out, `"rollback"` also returns to the last good state and passes over the next `pass_over` batches.
+    `action="skip"` skips the update, `"rollback"` also returns to the last good state and passes over the next `pass_over` batches.
     The loss is the mean over all ranks, so all of them decide alike. Each spike is recorded in the history as `loss_spike`. Spikes count
-    towards the limit of updates left out in a row (`train(nonfinite=...)`), so a loss that stays high ends the run.
+    towards the limit of consecutive skipped updates (`train(nonfinite=...)`), so a loss that stays high ends the run.
     """
 
     rejects_batches = True
