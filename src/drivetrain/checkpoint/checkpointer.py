@@ -173,9 +173,9 @@ class Checkpointer:
         return path
 
     def save(self, id: object = None, metrics: Mapping[str, object] | None = None, *, final: bool = False) -> Path:
-        """Save now and return the folder; a background save is only begun here.
+        """Save now and return the folder; a background save only starts here.
 
-        A disk that fails is warned about and the run goes on, up to two times in a row; `final=True` writes in the
+        A disk failure is a warning and the run continues, up to two times in a row; `final=True` writes in the
         foreground and raises at once. Weights or optimizer states that are not finite are never written: the error names them, and the
         newest checkpoint stays the newest. The id defaults to the moment: `ep3-ba1200`.
         """

@@ -201,7 +201,7 @@ class LossSpike(TrainerCallback):
     Median and median absolute deviation are not moved by a few outliers. Large runs have such spikes even with clipped gradients,
     and recover from an earlier state with other batches (Chowdhery et al., 2022, section 5.1).
 
-    `action="skip"` skips the update, `"rollback"` also returns to the last good state and passes over the next `pass_over` batches.
+    `action="skip"` skips the update, `"rollback"` also returns to the last good state and skips the next `pass_over` batches.
     The loss is the mean over all ranks, so all of them decide alike. Each spike is recorded in the history as `loss_spike`. Spikes count
     towards the limit of consecutive skipped updates (`train(nonfinite=...)`), so a loss that stays high ends the run.
     """
