@@ -11,11 +11,10 @@ one's turn has come, what the third one leaves. That is exact where the second a
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -169,8 +168,8 @@ def continued(base: Record, others: Sequence[tuple[int, Record]], counts: Counts
 
 
 def watch_blocks(
-    model: nn.Module, families: Sequence[BlockFamily], counts: Counts, tracker: Any, window: Any
-) -> list[Any]:
+    model: nn.Module, families: Sequence[BlockFamily], counts: Counts, tracker: StepMemory, window: Callable[[], int]
+) -> list[RemovableHandle]:
     """Let a tracker know when blocks are entered, left, and go backward; return what to remove afterwards."""
     handles: list[RemovableHandle] = []
 

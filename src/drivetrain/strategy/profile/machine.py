@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -36,6 +36,8 @@ from drivetrain.strategy.device_spec import DeviceSpec, preset_named_like
 from drivetrain.strategy.profile.values import Grid, Link, MachineProfile, Timetable
 from drivetrain.strategy.trial.report import TrialResult
 
+Figures = dict[str, Any]
+"""What a child has measured, as JSON holds it."""
 EFFICIENCY = 0.55
 """What a program reaches of a data sheet's figures, until it is measured."""
 COMPILATION = "compilation"
@@ -182,7 +184,7 @@ def _cache_file(device: torch.device, ranks: int) -> Path:
     )
 
 
-def _measured(device: torch.device, limit: float, ranks: int, known: Sequence[str] = ()) -> dict[str, Any] | None:
+def _measured(device: torch.device, limit: float, ranks: int, known: Sequence[str] = ()) -> Figures | None:
     """Run the measuring program, once per rank, and return its answer; None when it failed or took too long."""
     count = _group_size(device, ranks)
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
@@ -223,7 +225,7 @@ def _measured(device: torch.device, limit: float, ranks: int, known: Sequence[st
                     child.stdout.close()
 
 
-def _last_line(answer: str) -> dict[str, Any] | None:
+def _last_line(answer: str) -> Figures | None:
     """Return the last complete object that a child has printed."""
     for line in reversed(answer.strip().splitlines()):
         with contextlib.suppress(ValueError):
@@ -243,7 +245,7 @@ def _group_size(device: torch.device, ranks: int) -> int:
     return max(1, min(ranks, _MOST_RANKS, torch.cuda.device_count() if device.type == "cuda" else 1))
 
 
-def _as_machine(device: torch.device, found: dict[str, Any], ranks: int) -> MachineProfile:
+def _as_machine(device: torch.device, found: Figures, ranks: int) -> MachineProfile:
     presumed = _presumed(device)
     total, free = host_memory() if device.type == "cpu" else (found.get("memory", 0), found.get("free", 0))
     capability = found.get("capability")
@@ -404,7 +406,7 @@ def write_machine(path: Path, machine: MachineProfile) -> bool:
     return True
 
 
-def timetable_from_plain(held: Mapping[str, Any]) -> Timetable:
+def timetable_from_plain(held: Figures) -> Timetable:
     """Return a table of times from its fields as JSON gives them; wrong ones are a TypeError or ValueError."""
     grids = {}
     for name, grid in dict(held["grids"]).items():
@@ -424,7 +426,7 @@ def timetable_from_plain(held: Mapping[str, Any]) -> Timetable:
     return Timetable(grids, host, bool(held.get("is_complete", True)))
 
 
-def machine_from_plain(held: Mapping[str, Any]) -> MachineProfile:
+def machine_from_plain(held: Figures) -> MachineProfile:
     """Return a machine from its fields as JSON gives them; wrong ones are a TypeError or ValueError."""
     values = dict(held)
     for name in ("intra", "inter"):

@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.strategy.profile.measure_operators import Call, measure_operators
 
+Figures = dict[str, Any]
+"""What was measured, as JSON holds it."""
 _SHAPES = {
     "cuda": ((16384, 768, 3072), (8192, 4096, 4096), (4096, 4096, 4096)),
     "cpu": ((512, 512, 512), (1024, 256, 1024)),
@@ -32,15 +34,15 @@ def measure(
     world: int = 1,
     store: str = "",
     known: Sequence[str] = (),
-    report: Callable[[dict[str, Any]], None] = lambda found: None,
-) -> dict[str, Any]:
+    report: Callable[[Figures], None] = lambda found: None,
+) -> Figures:
     """Return the figures of one device, taking about so many seconds; kinds of operators that are known are left out.
 
     `report` gets what there is after each kind of operator.
     """
     end, share = time.perf_counter() + seconds, min(seconds / 16, 0.5)
     _warm_up(device, share)
-    found: dict[str, Any] = {"flops": _matrix_rates(device, share)}
+    found: Figures = {"flops": _matrix_rates(device, share)}
     found["bandwidth"] = _bandwidth(device, share)
     found["launch"] = _launch_seconds(device)
     found["threads"] = torch.get_num_threads()
@@ -72,7 +74,7 @@ def _warm_up(device: torch.device, limit: float) -> None:
         _wait(device)
 
 
-def _seconds_of(work: Callable[[], Any], device: torch.device, limit: float, most: int = 20) -> float:
+def _seconds_of(work: Call, device: torch.device, limit: float, most: int = 20) -> float:
     """Return the shortest time of one call; a busy machine only ever adds."""
     work()
     _wait(device)
@@ -268,7 +270,7 @@ def _both_ways(model: nn.Module, x: Tensor, device: torch.device) -> tuple[Timed
     return (there, forward.count), (back, max(1, backward.count))
 
 
-def _report(found: dict[str, Any]) -> None:
+def _report(found: Figures) -> None:
     """Print what is known so far: the last line counts, also of a process that is ended."""
     print(json.dumps(found), flush=True)
 

@@ -385,7 +385,7 @@ class _FakeRuns:
         return container if is_same and others else None
 
 
-def _autocast(arithmetic: str) -> Any:
+def _autocast(arithmetic: str) -> AbstractContextManager[object]:
     return torch.autocast("cpu", dtype=torch.bfloat16, enabled=arithmetic != "float32")
 
 
@@ -453,7 +453,7 @@ def compiled_saved_bytes(task: TrainingTask, model: nn.Module, inputs: Batch, ar
             return traced_saved_bytes(whole, inputs)
 
 
-def loss_of(task: TrainingTask, inputs: Batch, outputs: Any) -> Tensor:
+def loss_of(task: TrainingTask, inputs: Batch, outputs: object) -> Tensor:
     """Return the task's loss, or where it has none the mean of everything a model returns."""
     if task.loss_func is not None:
         return task.loss(inputs, outputs)

@@ -351,7 +351,7 @@ class Update:
             tracker.register(bucket.storages, "grads")
 
 
-def mean_of_outputs(outputs: Any) -> Tensor:
+def mean_of_outputs(outputs: object) -> Tensor:
     """Return the mean of everything that a model returns, which serves as the loss of a task without one."""
     found = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
     return torch.stack([tensor.float().mean() for tensor in found]).sum()
