@@ -79,7 +79,7 @@ def main(
         optim_args={"lr": 3e-3},
         dataloader_args={"batch_size": 64, "shuffle": True, "num_workers": 0},
         load_strategy=None if plan == "auto" else plan,
-        model_fn=Decoder,  # trials build the model anew in their own processes
+        model_fn=Decoder,  # trials build the model again in their own processes
         time_limit=time_limit,
         save_strategy_to_file=save_to,
     )

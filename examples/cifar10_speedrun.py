@@ -81,7 +81,7 @@ class SpeedNet(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Start anew in place, so that what is compiled stays valid: convolutions begin by passing their input on."""
+        """Reset in place, so that what is compiled stays valid: convolutions start as the identity."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.BatchNorm2d | nn.Linear):
                 module.reset_parameters()

@@ -1,4 +1,4 @@
-"""Two optimizers on two losses: the encoder learns a code it is told, the decoder what to make of it, each at its own pace.
+"""Two optimizers on two losses: the encoder learns a given code, the decoder learns to decode it, each at its own pace.
 
 python examples/encoder_decoder_losses.py
 

@@ -99,7 +99,7 @@ def run_demo(epochs: int = 12, output_dir: str = "output", seed: int = 0) -> int
 
 @contextmanager
 def quiet_console() -> Iterator[None]:
-    """Show warnings only: a run logs to the console itself where nobody else does, and here one line per epoch is enough."""
+    """Show warnings only: a run logs to the console by default, and one line per epoch is enough for the demo."""
     handler = logging.StreamHandler()
     handler.setLevel(logging.WARNING)
     logging.getLogger().addHandler(handler)

@@ -141,7 +141,7 @@ def resolve(
 
 
 def _first_given(name: str, parameter: Parameter, sources: Sequence[Mapping[str, Given]]) -> Given | None:
-    """Return the value that counts, None where nobody gave one."""
+    """Return the effective value, None if none was set."""
     every = [source[name] for source in sources if name in source and source[name].value is not None]
     given = next((entry for entry in every if not holds_mask(parameter, entry.value)), None)
     if given is None and every:

@@ -299,7 +299,7 @@ def _run_in(
 def _write_record(experiment: "Experiment", start: AgreedStart, argv: list[str] | None, trial: Settings | None) -> None:
     """Write down what the run is made of; a continued run keeps its record and adds to it."""
     resolved, record = start.resolved, start.beginning.record
-    # A secret that nobody gave is in the code, and "not given" brings it back; one that was given is masked.
+    # A secret that was not set comes from the code again; one that was set is masked.
     kept = {
         name: None if name in resolved.secrets and not resolved.is_declared(name) else value
         for name, value in resolved.shown().items()

@@ -125,7 +125,7 @@ def changed_copy(tensor: Tensor, method: str, *args: object, **kwargs: object) -
 
 
 class _Tracer(fx.Tracer):
-    """Traces through the opened modules, with values of a sample beside the symbols."""
+    """Traces through the opened modules, with the values of a sample next to the symbols."""
 
     proxy_buffer_attributes = True
 

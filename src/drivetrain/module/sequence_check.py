@@ -1,7 +1,7 @@
 """Is a model that runs on pieces of a sequence still the same model? Look, once, before it trains.
 
 A block that finds positions from the length it sees (a rotary table cut to `x.shape[1]`), mixes positions by something other than
-attention, or attends without `F.scaled_dot_product_attention` would be wrong without a word. So what reaches attention is compared
+attention, or attends without `F.scaled_dot_product_attention` would be silently wrong. So what reaches attention is compared
 between a whole run and a split one: sums of queries, keys and values over the sequence, weighted by position. An error in a position
 changes these by their own size, even in a fresh model whose attention is still flat and whose outputs hardly show it. The outputs are
 compared too.

@@ -89,7 +89,7 @@ class StopVote:
         assert self._work is not None
         try:
             self._work.wait(timedelta(seconds=PATIENCE))
-        except RuntimeError:  # nobody came
+        except RuntimeError:  # no other rank came
             return False
         self._work = None
         return int(self._ballot[1]) == -1

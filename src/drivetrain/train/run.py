@@ -205,7 +205,7 @@ class Measures:
     """Times the steps of this rank, on several processes."""
 
     def for_repeated_passes(self) -> "Measures":
-        """Return measures that count as these do, and that nobody reads."""
+        """Return measures that count like these and are never read."""
         return Measures(train_items=self.train_items)
 
     def followed_by(self) -> "Measures":

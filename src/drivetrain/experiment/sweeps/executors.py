@@ -49,7 +49,7 @@ class TrialWork:
     timeout: float | None = None
     """Seconds after which one attempt at a trial is ended."""
     seed: int = 0
-    """Seed of the sweep; a trial whose `random_seed` nobody gave has one derived from it."""
+    """Seed of the sweep; a trial without a `random_seed` derives one from it."""
 
     def for_process(self) -> "TrialWork":
         """Return what travels to another process, which loads the experiment itself and reports over a channel."""

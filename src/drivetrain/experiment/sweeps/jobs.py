@@ -105,7 +105,7 @@ class TrialJob:
     trial: Trial
     mailbox: Mailbox
     search_path: tuple[str, ...]
-    """Where the sweep's process finds modules: a script beside others is found from elsewhere too."""
+    """Where the sweep's process finds modules: a script next to others is found from elsewhere too."""
 
     environment: Mapping[str, str | None] = field(default_factory=dict)
     """Variables to set, or with None to remove, before the experiment is loaded."""

@@ -45,7 +45,7 @@ class ChannelsLast(Method):
         axis = next((name for name in ("tensor", "pipe") if site.axis(name) > 1), None)
         if axis is not None and site.axis("data") * site.axis("zero") > 1:
             raise ConflictError(
-                f"channels_last and data ranks beside a {axis!r} axis cannot be used together: gradients are averaged by sharding there, "
+                f"channels_last and data ranks with a {axis!r} axis cannot be used together: gradients are averaged by sharding there, "
                 "which needs parameters that are contiguous, and kernels of this layout are not. Leave channels_last out."
             )
         if site.model is None:

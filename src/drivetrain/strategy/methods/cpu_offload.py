@@ -31,7 +31,7 @@ class OffloadConfig:
     what: tuple[str, ...] = _PARTS
     """`params` and `optimizer`; without sharding the parameters stay on the device all the same."""
     pin_memory: bool = True
-    """Whether host memory is pinned, so that transfers run beside other work; it cannot be swapped out then."""
+    """Whether host memory is pinned, so that transfers overlap with other work; pinned memory cannot be swapped out."""
 
 
 class CpuOffload(Method):

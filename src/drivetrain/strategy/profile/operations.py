@@ -5,7 +5,7 @@ order, so each size of each operator is a straight line in the batch. Operators 
 
 A compiler runs products, convolutions and attention as they are, and everything between them in few kernels. `fused` finds these kernels by
 a simple rule: element-wise operators, row reductions and norms that follow each other are one kernel, which reads what comes from outside
-and writes what is used outside. A reduction over rows ends a kernel, because nobody can use its result before all rows were read.
+and writes what is used outside. A reduction over rows ends a kernel, because its result is complete only after all rows were read.
 """
 
 from collections import defaultdict
@@ -387,7 +387,7 @@ def _ends(call: Called) -> bool:
 
 
 def _kernel(root: int, calls: list[Called], places: list[int], used: Mapping[int, set[int]], last: set[int]) -> Called:
-    """Return a group of operators as one kernel: it reads what comes from outside and writes what is used there, or by nobody."""
+    """Return a group of operators as one kernel: it reads what comes from outside and writes what is used there, or not at all."""
     first = calls[0]
     if len(calls) == 1 and is_whole(first):
         return first

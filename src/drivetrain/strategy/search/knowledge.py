@@ -47,7 +47,7 @@ class Knowledge:
         return order(predict(candidate, self.profile, self.machine) for candidate in candidates)
 
     def missing(self, items: Iterable[Scored]) -> set[str]:
-        """Return the parts that the predictions of some candidates read, and nobody has asked for."""
+        """Return the parts that the predictions of some candidates read, and that have not been requested."""
         read = set().union(*(parts_read(item.candidate.effects) for item in items), set())
         return read - self.asked - self.excluded
 

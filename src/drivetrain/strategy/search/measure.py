@@ -42,7 +42,7 @@ _HOPE = 0.5
 _END, _END_SHARE = 2.0, 0.05
 """Seconds (or the share of a short limit) that are kept for ending processes and putting the plan together."""
 _DOUBT, _LITTLE_DOUBT = 0.6, 0.85
-"""How far below its prediction a plan may be, of a kind that nobody has tried and of one that was tried in this search."""
+"""How far below its prediction a plan may be, of a kind that was never tried and of one that was tried in this search."""
 
 
 @dataclass
@@ -156,7 +156,7 @@ class Measuring:
                 failed.add(item.candidate.kind)
 
     def _hope(self, late: Sequence[Scored]) -> None:
-        """Try the best of what was too late in the time that is left, if it may win: nobody else needs that time."""
+        """Try the best of what was too late in the time that is left, if it may win: nothing else needs that time."""
         best = choose(self.found)
         too_slow = {one.scored.candidate.is_compiled for one in self.found if one.result.outcome == "timeout"}
         late = [item for item in late if item.candidate.is_compiled not in too_slow]

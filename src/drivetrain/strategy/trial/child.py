@@ -118,7 +118,7 @@ class _Service:
             init_distributed("gloo" if self.device.type == "cpu" else None, timeout=self.place.timeout)
 
     def _serve_order(self, order: Order, task: TrainingTask) -> bool:
-        """Try one plan; say whether the process can be used again."""
+        """Try one plan; return whether the process can be used again."""
         for method in order.methods:
             if method.name not in method_names():
                 register_method(method)

@@ -1,6 +1,6 @@
 """One trial in one process: build the model, compare it with the plain one, train a few steps, and tell each thing as it happens.
 
-It tells by lines (`tell(event, ...)`), because the process may end at any moment, and what was told by then still counts. A
+It reports in lines (`tell(event, ...)`), because the process may end at any moment, and everything reported until then counts. A
 trial fails by an exception; which outcome that is, `failure_of` decides.
 """
 
@@ -261,7 +261,7 @@ class _TimedTrial:
 
 
 def tidy(device: torch.device) -> None:
-    """Give back what nobody holds any more."""
+    """Release memory that is no longer used."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -30,7 +30,7 @@ class Yardstick:
     split_error: float = 0.0
     """By how much, relatively, the loss differs from the mean of the losses of its halves: not at all for a mean over samples."""
     is_steady: bool | None = None
-    """Whether training mode gives the same loss, so that it may be compared in the shape of training; None where nobody has looked,
+    """Whether training mode gives the same loss, so that it may be compared in the shape of training; None if it was not checked,
     because only compiled plans ask."""
     is_quiet: bool = False
     """Whether they are of training mode without dropout, because the model has no gradients in evaluation mode."""
