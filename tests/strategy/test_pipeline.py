@@ -620,7 +620,7 @@ EXPECTED = {
     "few": (MethodConfigError, "at least as many as stages"),
     "odd": (MethodConfigError, "a multiple of the pipe axis"),
     "name": (MethodConfigError, "blocks.7"),
-    "count": (MethodConfigError, "makes 3 stages, and stages=2"),
+    "count": (MethodConfigError, "makes 3 stages, but stages=2"),
     "many": (MethodConfigError, "too few for 64 stages"),
     "loss": (ConfigError, "needs loss_func"),
     "mode": (MethodConfigError, "differently in training and evaluation"),
