@@ -140,7 +140,7 @@ def test_a_disk_that_is_full_only_for_the_pointers_has_taken_the_checkpoint(tmp_
     with full_disk(needed + 5):
         save(tmp_path, 2, 2.0)
     assert newest_value(tmp_path) == 2.0 and read_pointer(tmp_path, "last") == tmp_path / "checkpoint-1"
-    assert "pointers" in caplog.text
+    assert "pointer files" in caplog.text
 
 
 def test_a_real_limit_of_the_system_is_handled_like_a_full_disk(tmp_path):

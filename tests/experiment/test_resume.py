@@ -88,7 +88,7 @@ def test_a_finished_run_goes_on_when_a_resumable_parameter_has_changed(stopped, 
 def test_auto_without_an_earlier_run_is_a_fresh_one_and_says_so(tmp_path):
     learn.run(output_dir=str(tmp_path), resume="auto", steps=2)
     (record,) = find_runs(tmp_path)
-    assert "fresh" in record.log_path.read_text()
+    assert "starting a new one" in record.log_path.read_text()
 
 
 def test_other_parameters_are_another_run(stopped, tmp_path):

@@ -69,7 +69,7 @@ def test_settings_are_checked_when_they_are_given():
         SubmititConfig(num_processes=0)
     with pytest.raises(ConfigError, match="gpus_per_trial: True"):
         SubmititConfig(gpus_per_trial=True)
-    with pytest.raises(ConfigError, match=r"gpus_per_trial: 1 was given.*executor='pool'"):
+    with pytest.raises(ConfigError, match=r"gpus_per_trial: 1 has no effect.*executor='pool'"):
         SubmititConfig(cluster="local", gpus_per_trial=1)
 
 

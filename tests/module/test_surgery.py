@@ -255,7 +255,7 @@ def test_parameters_in_several_groups_may_be_removed_but_not_exchanged():
 def test_parameters_in_no_optimizer_are_an_error():
     stranger = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    with pytest.raises(RuntimeError, match="none of the 1 optimizers"):
+    with pytest.raises(RuntimeError, match="not in any of the 1 optimizers"):
         update_params_in_optimizer(stranger.parameters(), nn.Linear(2, 2).parameters(), optimizer)
 
 

@@ -132,7 +132,7 @@ def test_taken_port_is_named():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(DistributedError, match=f"rendezvous failed at 127.0.0.1:{port}"):
+        with pytest.raises(DistributedError, match=f"could not connect at 127.0.0.1:{port}"):
             launch(os.getpid, master_port=port)
 
 
