@@ -239,10 +239,10 @@ def update(folder: Path = CARDS, results_file: Path = FILE, check: bool = False)
     results = read_results(results_file)
     verdicts: dict[str, str] = {}
     texts: dict[Path, str] = {}
-    for module, names in ALGORITHMS.items():
-        name = names[0]
+    own = {name: module if name == names[0] else name.lower() for module, names in ALGORITHMS.items() for name in names}
+    for name, page in own.items():
         effect, verdicts[name] = measured(name, results)
-        card = folder / f"{module}.md"
+        card = folder / f"{page}.md"
         if card.is_file():
             texts[card] = with_effect(card.read_text(), effect)
     index = folder / "index.md"

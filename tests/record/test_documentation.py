@@ -18,5 +18,5 @@ def test_the_benchmark_prints_a_ratio(tmp_path, capsys):
     pytest.importorskip("tensorboard")
     from benchmarks import recorder
 
-    assert recorder.main(blocks=3, steps=5, folder=tmp_path) > 0
+    assert recorder.main(blocks=3, steps=5, folder=tmp_path, long=1000) > 0
     assert "SummaryWriter alone" in capsys.readouterr().out and (tmp_path / "recorder.json").exists()

@@ -58,8 +58,8 @@ from drivetrain.algorithms.whitening import Whitening as Whitening
 from drivetrain.algorithms.cautious import Cautious as Cautious
 from drivetrain.algorithms.ema import EMA as EMA
 from drivetrain.algorithms.fast_defaults import FastDefaults as FastDefaults
-from drivetrain.algorithms.gradient_clipping import AGC as AGC
 from drivetrain.algorithms.gradient_clipping import GradientClipping as GradientClipping
+from drivetrain.algorithms.gradient_clipping import AGC as AGC
 from drivetrain.algorithms.kernel_norm import KernelNorm as KernelNorm
 from drivetrain.algorithms.layer_freezing import LayerFreezing as LayerFreezing
 from drivetrain.algorithms.lookahead import Lookahead as Lookahead
@@ -135,8 +135,8 @@ __all__ = [
     "Cautious",
     "EMA",
     "FastDefaults",
-    "AGC",
     "GradientClipping",
+    "AGC",
     "KernelNorm",
     "LayerFreezing",
     "Lookahead",

@@ -57,7 +57,7 @@ ALGORITHMS: Table = {
     "cautious": ("Cautious",),
     "ema": ("EMA",),
     "fast_defaults": ("FastDefaults",),
-    "gradient_clipping": ("AGC", "GradientClipping"),
+    "gradient_clipping": ("GradientClipping", "AGC"),
     "kernel_norm": ("KernelNorm",),
     "layer_freezing": ("LayerFreezing",),
     "lookahead": ("Lookahead",),

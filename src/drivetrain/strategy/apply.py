@@ -226,9 +226,9 @@ def _refuse_optimizer(app: Application) -> None:
     if not (isinstance(build, type) and issubclass(build, torch.optim.Adafactor)):
         return
     axes = {axis: plan.site.axis(axis) for axis in ("tensor", "pipe")}
+    sharding = [method.name for _, method, _ in plan.steps if method.shards_axis is not None]
     reasons = {
-        "fsdp": plan.config("fsdp") is not None,
-        "zero2": plan.config("zero2") is not None,
+        **dict.fromkeys(sharding, True),
         "a tensor axis": axes["tensor"] > 1,
         "data ranks with a pipeline": axes["pipe"] > 1 and plan.data_ranks > 1,
     }
