@@ -88,7 +88,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".optim.units": ["NoamLr"],
         ".train.trainer": ["TrainerPlaceholderValues", "TrainerWithTimmScheduler"],
         ".experiment.sweeps.sweeping": ["run_parameter_sweep"],
-        ".compat.pystematic_torch": ["torch"],
+        ".compat.pystematic": ["torch"],
     },
 )
 __all__.remove("torch")  # `import *` must not hide the real one

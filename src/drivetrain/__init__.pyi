@@ -59,7 +59,7 @@ from drivetrain.optim.units import NoamLr as NoamLr
 from drivetrain.train.trainer import TrainerPlaceholderValues as TrainerPlaceholderValues
 from drivetrain.train.trainer import TrainerWithTimmScheduler as TrainerWithTimmScheduler
 from drivetrain.experiment.sweeps.sweeping import run_parameter_sweep as run_parameter_sweep
-from drivetrain.compat.pystematic_torch import torch as torch
+from drivetrain.compat.pystematic import torch as torch
 from drivetrain import algorithms as algorithms
 from drivetrain import auto as auto
 from drivetrain import callbacks as callbacks

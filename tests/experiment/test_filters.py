@@ -3,7 +3,7 @@
 import pytest
 
 from drivetrain.core.errors import ParameterError
-from drivetrain.experiment.filters import check_names, read_condition
+from drivetrain.experiment.cli.listing import check_names, read_condition
 
 RUN = {"lr": 0.05, "state": "finished", "tag": ["base", "long run"], "amp": True, "note": None, "eval/acc": 0.9, "n": 3}
 

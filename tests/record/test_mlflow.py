@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("mlflow")
 from drivetrain.record import MlflowSink, Recorder
-from drivetrain.record.mlflow import _folder_store_allowed
+from drivetrain.record.trackers import _folder_store_allowed
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from drivetrain.core.errors import MissingExtra
-from drivetrain.record import Recorder, tensorboard
+from drivetrain.record import Recorder, trackers
 
 pytest.importorskip("tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -64,8 +64,8 @@ def test_a_resume_purges_what_is_recorded_again(tmp_path):
 def test_without_the_package_auto_is_off_and_true_is_an_error(tmp_path, monkeypatch):
     from drivetrain.record import recorder
 
-    monkeypatch.setattr(tensorboard, "is_installed", lambda: False)
-    monkeypatch.setattr(recorder, "is_installed", lambda: False)
+    monkeypatch.setattr(trackers, "has_tensorboard", lambda: False)
+    monkeypatch.setattr(recorder, "has_tensorboard", lambda: False)
     with Recorder(tmp_path) as quiet:
         quiet.scalar("x", 1)
     assert not (tmp_path / "tb").exists()

@@ -7,7 +7,7 @@ from drivetrain.context.context import Context
 from drivetrain.core.errors import DrivetrainWarning, MethodConfigError, UnsupportedMethodError
 from drivetrain.runtime.device import usable_cpus
 from drivetrain.strategy.method import Method
-from drivetrain.strategy.methods import cpu_threads
+from drivetrain.strategy.methods import kernels
 from drivetrain.strategy.registry import _methods, find_method, register_method
 from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.value import Strategy
@@ -27,7 +27,7 @@ def test_a_plan_sets_the_threads_of_the_process(threads):
     Strategy([("cpu_threads", threads + 1)]).apply(context)
     assert torch.get_num_threads() == threads + 1
     Strategy(["cpu_threads"]).apply(Context(model=make_model()))
-    assert torch.get_num_threads() == cpu_threads.cpu_share()
+    assert torch.get_num_threads() == kernels.cpu_share()
 
 
 class Fails(Method):
@@ -83,15 +83,15 @@ def test_threads_mean_nothing_on_an_accelerator():
     [(8, 1, [1, 4, 8]), (8, 2, [1, 2, 4]), (2, 1, [1, 2]), (3, 1, [1, 3]), (1, 4, [1])],
 )
 def test_candidates_are_one_thread_half_and_all_of_a_processs_share(monkeypatch, cpus, ranks, expected):
-    monkeypatch.setattr(cpu_threads, "usable_cpus", lambda: cpus)
-    monkeypatch.setattr(cpu_threads, "get_num_processes", lambda: ranks)
-    monkeypatch.setattr(cpu_threads, "launched_world", lambda: None)
+    monkeypatch.setattr(kernels, "usable_cpus", lambda: cpus)
+    monkeypatch.setattr(kernels, "get_num_processes", lambda: ranks)
+    monkeypatch.setattr(kernels, "launched_world", lambda: None)
     found = find_method("cpu_threads").candidates(None, torch.device("cpu"), ranks)
     assert [config.threads for config in found] == expected
 
 
 def test_alone_a_process_may_use_all_its_cpus():
-    assert cpu_threads.cpu_share() == usable_cpus()
+    assert kernels.cpu_share() == usable_cpus()
 
 
 def test_a_process_that_tried_threads_can_try_the_next_plan():

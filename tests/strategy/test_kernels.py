@@ -13,7 +13,7 @@ from drivetrain.auto import auto_accelerate
 from drivetrain.core.errors import ConflictError, MethodConfigError, UnsupportedMethodError
 from drivetrain.module.fp8 import Float8Linear
 from drivetrain.strategy import Strategy
-from drivetrain.strategy.methods.fp8 import Fp8
+from drivetrain.strategy.methods.precision import Fp8
 from drivetrain.strategy.registry import find_method
 from drivetrain.train.trainer import Trainer
 from tests.strategy.tasks import ADAM, VOCAB, WIDTH, loss_func, make_data, make_model, plain_losses

@@ -17,7 +17,7 @@ from drivetrain.strategy import explain
 from drivetrain.strategy.batching import plan_batch
 from drivetrain.strategy.device_spec import DeviceSpec
 from drivetrain.strategy.method import Method
-from drivetrain.strategy.methods.cpu_threads import CpuThreadsConfig
+from drivetrain.strategy.methods.kernels import CpuThreadsConfig
 from drivetrain.strategy.profile.model import profile_model
 from drivetrain.strategy.registry import _methods, register_method
 from drivetrain.strategy.search import find

@@ -70,7 +70,7 @@ EXPORTS = {
             "get_precision_context",
         ],
     },
-    "drivetrain.experiment": {"drivetrain.compat.pystematic_torch": ["torch"]},
+    "drivetrain.experiment": {"drivetrain.compat.pystematic": ["torch"]},
     "drivetrain.optim": {
         "drivetrain.compat.composer_schedulers": [
             "ComposerScheduler",
@@ -108,8 +108,8 @@ MODULES = {
     "drivetrain.context.params": "drivetrain.module.params",
     "drivetrain.context.surgery": "drivetrain.module.surgery",
     "drivetrain.core.passes": "drivetrain.compat.composer_types",
-    "drivetrain.experiment.core": "drivetrain.compat.pystematic_core",
-    "drivetrain.experiment.parametric": "drivetrain.compat.pystematic_core",
+    "drivetrain.experiment.core": "drivetrain.compat.pystematic",
+    "drivetrain.experiment.parametric": "drivetrain.compat.pystematic",
     "drivetrain.optim.composer_schedulers": "drivetrain.compat.composer_schedulers",
     "drivetrain.optim.curves": "drivetrain.optim.schedules",
     "drivetrain.train.utils": "drivetrain.compat.pytorch_accelerated_utils",

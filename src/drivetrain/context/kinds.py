@@ -1,15 +1,25 @@
-"""What a Context can do with an item: the base of all kinds.
+"""What a Context can do with an item: the base of all kinds, and the kinds that fields of a State need.
 
 A Context holds modules, optimizers, numbers, containers, anything. Each kind of item has one handler, and a handler
 answers five questions: is this item mine, how does it move, how is it wrapped, what is its state, and does a saved
 state fit. The base does nothing and has no state, so a handler defines only what its kind has. `loading.py` lists the
 handlers.
+
+A run may be continued with another set of plugins: a new progress bar has no saved state, and a removed one leaves its state
+behind. Both are named in a warning. Only an algorithm without which the saved model cannot be loaded is required. And a list in a
+Context grows to its saved length, but a tuple of optimizers must not: what a file holds of an optimizer is a dict, not an optimizer.
 """
 
+import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core.types import Item, Saved
+import torch
+
+from drivetrain.core.containers import join_path
+from drivetrain.core.errors import DrivetrainWarning
+from drivetrain.core.types import Item, Saved, Settings, StateDict
 
 if TYPE_CHECKING:
     import torch
@@ -105,3 +115,146 @@ class ItemHolder:
     def _own_kind(self, name: str, item: object) -> Kind | None:
         """Return the way a subclass has of saving and restoring the item of that name, or None for the item's own kind."""
         return None
+
+
+class PluginsKind(Kind):
+    """A list or tuple of plugins, matched by class name and order of appearance."""
+
+    name = "plugins"
+    saves_itself = True
+
+    def save(self, item: object, saving: "Saving", path: str) -> list[StateDict]:
+        return [
+            {
+                "name": type(plugin).__name__,
+                "config": saving.pack(_config(plugin), join_path(path, name)),
+                "state": saving.pack(_state(plugin), join_path(path, name)),
+                "required": _is_required(plugin),
+            }
+            for name, plugin in _numbered(item)
+        ]
+
+    def fit(self, item: Item, saved: Saved, loading: "Loading", path: str) -> Restore:
+        entries = dict(_numbered_names([entry["name"] for entry in saved], saved))
+        live = dict(_numbered(item))
+        for name, plugin in live.items():
+            where = join_path(path, name)
+            if name in entries:
+                if hasattr(plugin, "load_state_dict"):
+                    loading.try_to_load(where, plugin, loading.unpack(entries[name]["state"], partial(_state, plugin)))
+            elif _state(plugin):
+                _warn(f"{where} is new: it has no saved state and starts from the beginning.")
+        for name, entry in entries.items():
+            if name in live:
+                continue
+            if entry.get("required"):
+                loading.note(
+                    "unexpected",
+                    join_path(path, name),
+                    f"the saved model was made with it. Add {entry['name']}(**{entry['config']}) again before loading",
+                )
+            elif entry["state"]:
+                _warn(
+                    f"{join_path(path, name)} was saved with a state, but is not part of this run: its state is not used."
+                )
+        return keep(item)
+
+    def saved_as(self, item: object) -> str:
+        return "name, settings and state of each"
+
+    def describe(self, item: Item) -> str:
+        return ", ".join(type(plugin).__name__ for plugin in item) or "none"
+
+
+def _numbered(plugins: Any) -> list[tuple[str, Any]]:
+    return _numbered_names([type(plugin).__name__ for plugin in plugins], list(plugins))
+
+
+def _numbered_names(names: list[str], values: list[object]) -> list[tuple[str, Any]]:
+    """Pair values with unique names: `EMA`, `EMA#2`, ..."""
+    result = []
+    for index, (name, value) in enumerate(zip(names, values)):
+        count = names[: index + 1].count(name)
+        result.append((name if count == 1 else f"{name}#{count}", value))
+    return result
+
+
+def _config(plugin: object) -> Settings:
+    return plugin.config() if hasattr(plugin, "config") else {}
+
+
+def _state(plugin: object) -> object:
+    return plugin.state_dict() if hasattr(plugin, "state_dict") else {}
+
+
+def _is_required(plugin: object) -> bool:
+    return bool(getattr(plugin, "required_on_load", lambda: False)())
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, DrivetrainWarning, stacklevel=4)
+
+
+class HeldKind(Kind):
+    """A list or tuple of objects with state, or None where such an object could be."""
+
+    name = "held"
+
+    def fit(self, item: Item, saved: Saved, loading: "Loading", path: str) -> Restore:
+        if item is None:
+            loading.note("unexpected", path, "it was saved with a state, but is None now")
+            return keep(None)
+        for index, (element, state) in enumerate(zip(item, saved)):
+            loading.fit(element, state, join_path(path, index))
+        for index in range(len(saved), len(item)):
+            loading.note("missing", join_path(path, index))
+        for index in range(len(item), len(saved)):
+            loading.note("unexpected", join_path(path, index))
+        return keep(item)
+
+    def saved_as(self, item: object) -> str:
+        return "nothing there" if item is None else "own state of each"
+
+    def describe(self, item: Item) -> str:
+        return ", ".join(type(element).__name__ for element in item or ()) or "none"
+
+
+class GeneratorsKind(Kind):
+    """Generators by name; one that has no saved state keeps its own, one of a device that is not here starts again."""
+
+    name = "generators"
+
+    def fit(self, item: dict[str, torch.Generator], saved: Saved, loading: "Loading", path: str) -> Restore:
+        absent = [key for key, state in saved.items() if not _is_available(state)]
+        if absent:
+            warnings.warn(
+                f"{path}: the generators {', '.join(absent)} were saved on a device that this machine does not have; "
+                f"they start from their seeds.",
+                DrivetrainWarning,
+                stacklevel=4,
+            )
+        restores = {}
+        for key, state in saved.items():
+            if key not in absent:
+                live = item.get(key)
+                same_device = live is not None and live.device.type == _device_type(state)
+                where = join_path(path, key)
+                restores[key] = loading.fit(live, state, where) if same_device else loading.build(state, where)
+
+        def restore() -> dict[str, torch.Generator]:
+            item.update({key: put() for key, put in restores.items()})
+            return item
+
+        return restore
+
+    def saved_as(self, item: object) -> str:
+        return "full state of each"
+
+
+def _device_type(state: Any) -> str:
+    return torch.device(state["value"]["device"]).type
+
+
+def _is_available(state: object) -> bool:
+    kind = _device_type(state)
+    return kind == "cpu" or torch.get_device_module(kind).is_available()

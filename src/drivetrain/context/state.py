@@ -13,9 +13,8 @@ import torch
 
 from drivetrain.context.batch import BatchKey, batch_get, batch_set
 from drivetrain.context.context import Context
-from drivetrain.context.kinds import Kind
+from drivetrain.context.kinds import GeneratorsKind, HeldKind, Kind, PluginsKind
 from drivetrain.context.loading import LoadReport
-from drivetrain.context.state_kinds import GeneratorsKind, HeldKind, PluginsKind
 from drivetrain.core.plugin import Plugin
 from drivetrain.core.time import Clock, Time, TimeLike, Timestamp, TimeUnit, elapsed_duration, ensure_time
 from drivetrain.core.types import Batch, Item, StateDict

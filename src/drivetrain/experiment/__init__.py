@@ -35,8 +35,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".sweeps.samplers": ["Sampler", "GridSampler", "RandomSampler", "OptunaConfig", "OptunaSampler"],
         ".sweeps.executors": ["Executor", "InlineExecutor"],
         ".sweeps.pool": ["PoolExecutor"],
-        ".sweeps.submitit_executor": ["SubmititConfig", "SubmititExecutor"],
-        ".sweeps.ray_executor": ["RayConfig", "RayExecutor"],
+        ".sweeps.cluster": ["RayConfig", "RayExecutor", "SubmititConfig", "SubmititExecutor"],
     },
 )
 __all__.remove("torch")  # `import *` must not hide the real one

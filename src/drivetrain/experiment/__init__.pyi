@@ -43,13 +43,13 @@ from drivetrain.experiment.sweeps.samplers import OptunaSampler as OptunaSampler
 from drivetrain.experiment.sweeps.executors import Executor as Executor
 from drivetrain.experiment.sweeps.executors import InlineExecutor as InlineExecutor
 from drivetrain.experiment.sweeps.pool import PoolExecutor as PoolExecutor
-from drivetrain.experiment.sweeps.submitit_executor import SubmititConfig as SubmititConfig
-from drivetrain.experiment.sweeps.submitit_executor import SubmititExecutor as SubmititExecutor
-from drivetrain.experiment.sweeps.ray_executor import RayConfig as RayConfig
-from drivetrain.experiment.sweeps.ray_executor import RayExecutor as RayExecutor
-from drivetrain.compat.pystematic_torch import torch as torch
-from drivetrain.compat import pystematic_core as core
-from drivetrain.compat import pystematic_core as parametric
+from drivetrain.experiment.sweeps.cluster import RayConfig as RayConfig
+from drivetrain.experiment.sweeps.cluster import RayExecutor as RayExecutor
+from drivetrain.experiment.sweeps.cluster import SubmititConfig as SubmititConfig
+from drivetrain.experiment.sweeps.cluster import SubmititExecutor as SubmititExecutor
+from drivetrain.compat.pystematic import torch as torch
+from drivetrain.compat import pystematic as core
+from drivetrain.compat import pystematic as parametric
 
 __all__ = [
     "experiment",
@@ -96,8 +96,8 @@ __all__ = [
     "Executor",
     "InlineExecutor",
     "PoolExecutor",
-    "SubmititConfig",
-    "SubmititExecutor",
     "RayConfig",
     "RayExecutor",
+    "SubmititConfig",
+    "SubmititExecutor",
 ]

@@ -14,8 +14,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".sink": ["Sink", "Resume", "ConsoleSink"],
         ".buffer": ["Histogram"],
         ".images": ["Picture"],
-        ".tensorboard": ["TensorBoardSink"],
-        ".wandb": ["WandbSink"],
-        ".mlflow": ["MlflowSink"],
+        ".trackers": ["TensorBoardSink", "WandbSink", "MlflowSink"],
     },
 )

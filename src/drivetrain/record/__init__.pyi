@@ -8,9 +8,9 @@ from drivetrain.record.sink import Resume as Resume
 from drivetrain.record.sink import ConsoleSink as ConsoleSink
 from drivetrain.record.buffer import Histogram as Histogram
 from drivetrain.record.images import Picture as Picture
-from drivetrain.record.tensorboard import TensorBoardSink as TensorBoardSink
-from drivetrain.record.wandb import WandbSink as WandbSink
-from drivetrain.record.mlflow import MlflowSink as MlflowSink
+from drivetrain.record.trackers import TensorBoardSink as TensorBoardSink
+from drivetrain.record.trackers import WandbSink as WandbSink
+from drivetrain.record.trackers import MlflowSink as MlflowSink
 
 __all__ = [
     "Recorder",

@@ -23,11 +23,9 @@ from drivetrain.core.types import StateDict
 from drivetrain.record.buffer import count_values
 from drivetrain.record.images import check_figure, check_image, encode_figure
 from drivetrain.record.jsonl import CsvSink, JsonlSink
-from drivetrain.record.mlflow import MlflowSink
 from drivetrain.record.sink import ConsoleSink, Outlet, Resume, Row, plain
 from drivetrain.record.stream import Stream, check_tag, kept
-from drivetrain.record.tensorboard import TensorBoardSink, is_installed
-from drivetrain.record.wandb import WandbSink
+from drivetrain.record.trackers import MlflowSink, TensorBoardSink, WandbSink, has_tensorboard
 from drivetrain.runtime.ranks import is_master
 from drivetrain.runtime.run import current_run
 
@@ -328,7 +326,7 @@ def _plain_mapping(name: str, values: object) -> dict[str, object]:
 
 def _wants_tensorboard(tensorboard: object) -> bool:
     if tensorboard == "auto":
-        return is_installed()
+        return has_tensorboard()
     if not isinstance(tensorboard, bool):
         raise ConfigError(f"tensorboard={tensorboard!r} is not valid; expected True, False or 'auto'.")
     return tensorboard

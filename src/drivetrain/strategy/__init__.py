@@ -13,7 +13,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".search.cost": ["Cost"],
         ".apply": ["Application", "shape"],
         ".resolve": ["ResolvedPlan", "resolve_plan"],
-        "drivetrain.module.replacements": ["register_replace_pair"],
+        "drivetrain.strategy.methods.module_replace": ["register_replace_pair"],
         "drivetrain.module.tensor_parallel": ["register_tp_plan"],
     },
 )

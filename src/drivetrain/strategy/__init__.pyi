@@ -16,7 +16,7 @@ from drivetrain.strategy.apply import Application as Application
 from drivetrain.strategy.apply import shape as shape
 from drivetrain.strategy.resolve import ResolvedPlan as ResolvedPlan
 from drivetrain.strategy.resolve import resolve_plan as resolve_plan
-from drivetrain.module.replacements import register_replace_pair as register_replace_pair
+from drivetrain.strategy.methods.module_replace import register_replace_pair as register_replace_pair
 from drivetrain.module.tensor_parallel import register_tp_plan as register_tp_plan
 
 __all__ = [

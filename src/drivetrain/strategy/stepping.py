@@ -7,16 +7,17 @@ many samples a window will have, gradients are complete after the last backward,
 truth.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import DistributedSampler
 
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import BatchSizeError, ConfigError
 from drivetrain.data.loader import SmartDataLoader
-from drivetrain.data.order import BatchInfo
+from drivetrain.data.order import BatchInfo, share_of
 from drivetrain.module.accumulation import AccumulationWindow, Count, copy_gradients
 from drivetrain.module.gradient_sync import set_synchronisation
 from drivetrain.module.loss_items import without_empty
@@ -25,7 +26,7 @@ from drivetrain.module.precision import Precision, autocast_forward, warn_unscal
 from drivetrain.module.stepper import Stepper, clip_grad_norm_
 from drivetrain.module.wrapping import is_fully_sharded, unwrap
 from drivetrain.runtime.collectives import all_gather_values
-from drivetrain.runtime.ranks import num_data_ranks
+from drivetrain.runtime.ranks import data_rank, num_data_ranks
 from drivetrain.strategy.batching import BatchSplit, plan_batch
 
 if TYPE_CHECKING:
@@ -403,3 +404,63 @@ class _Weighted(torch.autograd.Function):
 def _weighted(loss: Tensor, factor: object) -> Tensor:
     result: Any = _Weighted.apply(loss, factor)
     return result
+
+
+def make_loader(
+    dataset: Any, arguments: Mapping[str, Any], batch: BatchSplit, sampler_cls: Any = None, seed: int = 0
+) -> PlannedLoader:
+    """Return a loader of micro-batches; `arguments` are those of torch's DataLoader, with a global batch size."""
+    given = {name: value for name, value in arguments.items() if name != "batch_size"}
+    given = {"loading_bar": False, "random_seed": seed, **given}
+    if sampler_cls is not None:
+        shuffle = bool(given.pop("shuffle", False))
+        made = sampler_cls(dataset, num_replicas=batch.data_ranks, rank=data_rank(), shuffle=shuffle, seed=seed)
+        given["sampler"] = (
+            made if isinstance(made, DistributedSampler) else _AsReplicas(made, dataset, batch.data_ranks)
+        )
+    if given.get("batch_sampler") is not None:
+        given["batch_sampler"] = SplitBatches(given["batch_sampler"], batch.data_ranks * batch.accumulation)
+        return PlannedLoader(dataset, **given)
+    return PlannedLoader(dataset, global_batch_size=batch.micro * batch.data_ranks, **given)
+
+
+class SplitBatches:
+    """A batch sampler whose batches are equal parts of another one's, in order."""
+
+    def __init__(self, inner: Iterable[Any], parts: int):
+        self.inner, self.parts = inner, parts
+        self.sampler = getattr(inner, "sampler", None)
+
+    def __len__(self) -> int:
+        return len(self.inner) * self.parts  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for batch in self.inner:
+            rows = list(batch)
+            if len(rows) < self.parts:
+                raise BatchSizeError(
+                    f"batch_sampler gave a batch of {len(rows)} samples, which cannot be split into {self.parts} parts (data ranks x "
+                    f"accumulation). Give batches of at least {self.parts}, or drop the last short batch."
+                )
+            for part in range(self.parts):
+                first, size = share_of(len(rows), part, self.parts)
+                yield rows[first : first + size]
+
+
+class _AsReplicas(DistributedSampler[Any]):
+    """Shows a sampler that only looks like torch's DistributedSampler to be one."""
+
+    def __init__(self, inner: Any, dataset: Any, replicas: int):
+        super().__init__(dataset, num_replicas=replicas, rank=data_rank(), shuffle=False)
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.inner)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on, where the sampler takes one."""
+        if callable(getattr(self.inner, "set_epoch", None)):
+            self.inner.set_epoch(epoch)

@@ -38,13 +38,12 @@ from drivetrain.strategy.apply import Application, LossFunc, PrepareInput, check
 from drivetrain.strategy.batching import BatchSplit, plan_batch
 from drivetrain.strategy.device_spec import DeviceSpec
 from drivetrain.strategy.dry_run import DryRunOutcome, follow_task, verify_plan
-from drivetrain.strategy.loading import make_loader
 from drivetrain.strategy.mesh import mesh_size
 from drivetrain.strategy.method import is_whole
 from drivetrain.strategy.reading import refuse_pickle_name
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
 from drivetrain.strategy.search.constraints import SearchConstraints, with_included
-from drivetrain.strategy.stepping import PlannedLoader, PlannedOptimizer, PlannedScheduler
+from drivetrain.strategy.stepping import PlannedLoader, PlannedOptimizer, PlannedScheduler, make_loader
 from drivetrain.strategy.task import CallModel, ParameterGroups, TrainingTask
 from drivetrain.strategy.trial.checking import NOT_EXACT
 from drivetrain.strategy.trial.memory import watch_memory

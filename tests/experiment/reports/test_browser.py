@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
+from drivetrain.experiment.cli.listing import read_condition
 from drivetrain.experiment.cli.runs import read_lines
-from drivetrain.experiment.filters import read_condition
 from drivetrain.experiment.records import read_run
 from drivetrain.experiment.reports import write_report
 from drivetrain.experiment.reports.live import Board, Server

@@ -225,12 +225,12 @@ def make_executor(executor: str | Executor, num_processes: int | None, gpus_per_
             num_processes or (1 if gpus_per_trial is None else len(visible_gpus()) or 1), gpus_per_trial
         )
     if executor == "submitit":
-        from drivetrain.experiment.sweeps.submitit_executor import SubmititConfig, SubmititExecutor
+        from drivetrain.experiment.sweeps.cluster import SubmititConfig, SubmititExecutor
 
         at_a_time = SubmititConfig.num_processes if num_processes is None else num_processes
         return SubmititExecutor(SubmititConfig(num_processes=at_a_time, gpus_per_trial=gpus_per_trial))
     if executor == "ray":
-        from drivetrain.experiment.sweeps.ray_executor import RayConfig, RayExecutor
+        from drivetrain.experiment.sweeps.cluster import RayConfig, RayExecutor
 
         return RayExecutor(RayConfig(num_processes=num_processes, gpus_per_trial=gpus_per_trial))
     if executor not in EXECUTORS:

@@ -1,4 +1,4 @@
-"""The optimization methods that come with Drivetrain: one file for each idea, listed here."""
+"""The optimization methods that come with Drivetrain: listed here with their files."""
 
 from importlib import import_module
 
@@ -7,24 +7,24 @@ from drivetrain.strategy.method import Method
 ROWS = (
     ("parallel_mode", "ParallelMode"),
     ("parallel_mode", "AutoDdp"),
-    ("zero1", "Zero1"),
+    ("fsdp", "Zero1"),
     ("fsdp", "Zero2"),
     ("fsdp", "Fsdp"),
     ("tensor_parallel", "TensorParallel"),
     ("sequence_parallel", "SequenceParallel"),
     ("pipeline_parallel", "PipelineParallel"),
-    ("tf32", "Tf32"),
-    ("amp_native", "AmpNative"),
-    ("fp8", "Fp8"),
-    ("half", "Half"),
+    ("precision", "Tf32"),
+    ("precision", "AmpNative"),
+    ("precision", "Fp8"),
+    ("precision", "Half"),
     ("native_dynamo", "NativeDynamo"),
     ("checkpoint", "Checkpoint"),
     ("native_dynamo", "CudaGraphs"),
     ("chunked_cross_entropy", "ChunkedCrossEntropy"),
-    ("fused_optimizer", "FusedOptimizer"),
-    ("channels_last", "ChannelsLast"),
+    ("kernels", "FusedOptimizer"),
+    ("kernels", "ChannelsLast"),
     ("cpu_offload", "CpuOffload"),
-    ("cpu_threads", "CpuThreads"),
+    ("kernels", "CpuThreads"),
     ("parallel_mode", "MixedParallel"),
     ("micro_batch", "MicroBatch"),
     ("module_replace", "ModuleReplace"),

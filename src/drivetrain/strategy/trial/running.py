@@ -32,9 +32,8 @@ from drivetrain.runtime.store import store_variables
 from drivetrain.strategy.registry import find_method
 from drivetrain.strategy.snapshot import ProcessSettings
 from drivetrain.strategy.task import TrainingTask
-from drivetrain.strategy.trial.child import ChildSettings
 from drivetrain.strategy.trial.measuring import Order, failure_of, measure, tidy
-from drivetrain.strategy.trial.process import TrialProcess, refuse_inside_trial
+from drivetrain.strategy.trial.process import ChildSettings, TrialProcess, refuse_inside_trial
 from drivetrain.strategy.trial.report import PLAIN, Report, TrialResult, Yardstick, cause_of, merge
 from drivetrain.strategy.value import Strategy
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.module import replacements
-from drivetrain.module.replacements import ReplacePair, fuse_attention, register_replace_pair, replace_pairs
+from drivetrain.strategy.methods import module_replace
+from drivetrain.strategy.methods.module_replace import ReplacePair, fuse_attention, register_replace_pair, replace_pairs
 from tests.module.models import RMSNorm
 
 
@@ -81,6 +81,6 @@ def test_pairs_of_ones_own_register_and_wrong_names_are_refused():
         with pytest.raises(ConfigError, match="already"):
             register_replace_pair("sigmoid", pair_cls=Pair)
     finally:
-        del replacements._pairs["sigmoid"]
+        del module_replace._pairs["sigmoid"]
     with pytest.raises(ConfigError, match="rms_norm"):
         replace_pairs(nn.Sequential(), {"rms_nrm": {}})

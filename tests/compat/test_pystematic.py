@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import drivetrain
-from drivetrain.compat.pystematic_torch import torch as names
+from drivetrain.compat.pystematic import torch as names
 
 
 def test_a_broadcast_number_is_a_tensor_under_the_old_name_and_a_number_under_ours():

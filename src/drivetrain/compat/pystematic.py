@@ -1,10 +1,29 @@
-"""`drivetrain.torch`: the helpers of pystematic-torch under one namespace, for `import drivetrain as pystematic`.
+"""The names of pystematic: `drivetrain.experiment.core` and `.parametric`, and `drivetrain.torch` with those of pystematic-torch.
 
-It is an object, not a module called `torch`, so that nothing can shadow the real one.
+`torch` is an object, not a module of that name, so that nothing can shadow the real one.
 """
 
 import contextlib
 import importlib
+
+from drivetrain.core.errors import DrivetrainError as Error
+from drivetrain.core.errors import ExperimentError
+from drivetrain.core.errors import ParameterError as ValidationError
+from drivetrain.experiment.experiments import Experiment, ExperimentGroup
+from drivetrain.experiment.parameters import Parameter, ParameterGroup
+from drivetrain.experiment.plugins import app
+
+__all__ = [
+    "Error",
+    "Experiment",
+    "ExperimentError",
+    "ExperimentGroup",
+    "Parameter",
+    "ParameterGroup",
+    "ValidationError",
+    "app",
+]
+
 
 _HOMES = {
     "drivetrain.context.context": ("Context", "TorchContext=Context"),
@@ -13,7 +32,7 @@ _HOMES = {
     "drivetrain.record.recorder": ("Recorder",),
     "drivetrain.checkpoint.store": ("save_checkpoint", "load_checkpoint"),
     "drivetrain.runtime.ranks": ("is_distributed", "is_master", "get_num_processes", "get_rank", "get_local_rank"),
-    "drivetrain.compat.pystematic_torch": ("broadcast_from_master",),
+    "drivetrain.compat.pystematic": ("broadcast_from_master",),
     "drivetrain.runtime.collectives": ("distributed_barrier",),
     "drivetrain.runtime.group": ("init_distributed",),
     "drivetrain.runtime.seeds": ("derive_seed",),
