@@ -133,8 +133,8 @@ def test_modules_of_a_folder_do_not_import_each_other_in_a_circle(folder):
 
 
 # Measures of the whole tree. Each ceiling is what was measured when it was last lowered: lower it with your change, never raise it.
-ANY_CEILING = 1300
-"""Annotations with `Any`; the goal is 1,200."""
+ANY_CEILING = 1200
+"""Annotations with `Any`."""
 WRITES_CEILING = 710
 """Attributes that are written from outside their class."""
 LONGEST = {"train/trainer.py": 600}

@@ -152,7 +152,7 @@ def _items(container: Mapping[object, object] | Sequence[object]) -> list[object
     return list(container.values()) if isinstance(container, dict) else list(container)
 
 
-def _map_leaves(change: Callable[[Any], Any], tree: object) -> Any:
+def _map_leaves(change: Callable[[Any], Any], tree: object) -> object:
     return map_items(tree, partial(_map_leaves, change)) if isinstance(tree, dict | tuple) else change(tree)
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ def _ahead(pairs: Pairs, side: "_SideStream", depth: int) -> Pairs:
 class _SideStream:
     """Copies on a stream of their own, ordered with the consumer's stream by events."""
 
-    def __init__(self, module: Any, device: torch.device):
+    def __init__(self, module: ModuleType, device: torch.device):
         # Streams and events of one family: a generic torch.Stream ignores the events of a backend.
         self.module, self.device = module, device
         self.stream = module.Stream(device)

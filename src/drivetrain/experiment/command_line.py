@@ -58,7 +58,7 @@ class VerbArgument(NamedTuple):
     options: Settings
 
 
-def argument(*names: str, **options: Any) -> VerbArgument:
+def argument(*names: str, **options: object) -> VerbArgument:
     """Declare one argument of a verb."""
     return VerbArgument(names, options)
 

@@ -282,11 +282,11 @@ class ExperimentGroup(_WithParameters):
 def declare_experiment(
     function: Callable[..., object],
     name: str | None,
-    inherit_params: Any,
+    inherit_params: object,
     defaults: Mapping[str, object] | None,
     directions: Mapping[str, str] | None = None,
     *,
-    inherit_first: Any = None,
+    inherit_first: object = None,
     member_of: ExperimentGroup | None = None,
 ) -> Experiment:
     """Make an experiment of a function."""
@@ -306,9 +306,9 @@ def declare_experiment(
 def declare_group(
     function: Callable[..., object],
     name: str | None,
-    inherit_params: Any,
+    inherit_params: object,
     *,
-    inherit_first: Any = None,
+    inherit_first: object = None,
     member_of: ExperimentGroup | None = None,
 ) -> ExperimentGroup:
     """Make a group of a function."""
@@ -369,7 +369,7 @@ def _with_arguments_of(make: Callable[P, Parameter]) -> Callable[P, Callable[[T]
 parameter = _with_arguments_of(Parameter)
 
 
-def param_group(name: str, *parameters: Any) -> Callable[[Any], Any]:
+def param_group(name: str, *parameters: object) -> Callable[[Any], Any]:
     """Add several parameters under one title in the help: `param_group("optimizer", "How it learns.", parameter(...), ...)`."""
     help = parameters[0] if parameters and isinstance(parameters[0], str) else None
     entries = parameters[1:] if help is not None else parameters
@@ -385,7 +385,7 @@ def param_group(name: str, *parameters: Any) -> Callable[[Any], Any]:
 
 
 def _adder(entry: Parameter | ParameterGroup) -> Callable[[Any], Any]:
-    def decorator(target: Any) -> Any:
+    def decorator(target: object) -> Any:
         if isinstance(target, Experiment | ExperimentGroup):
             (target.add_param_group if isinstance(entry, ParameterGroup) else target.add_parameter)(entry)  # type: ignore[arg-type]
         else:

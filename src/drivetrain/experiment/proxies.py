@@ -64,7 +64,7 @@ class NumberProxy(Proxy):
         return operator.index(target(self))
 
 
-def _itself(value: object) -> Any:
+def _itself(value: object) -> object:
     return value
 
 

@@ -255,7 +255,7 @@ def _run_in(
     *,
     argv: list[str] | None,
     trial: Settings | None,
-) -> Any:
+) -> object:
     """Run the main function in its folder, under its lock, log and status."""
     values, record = start.resolved.values, start.beginning.record
     rank = _rank()

@@ -194,7 +194,7 @@ def _takes_dict(arguments: list[inspect.Parameter], hints: Mapping[str, object])
     return annotation is MISSING or (typing.get_origin(annotation) or annotation) in MAPPINGS
 
 
-def _without_extra(annotation: object) -> tuple[Any, Param]:
+def _without_extra(annotation: object) -> tuple[object, Param]:
     if typing.get_origin(annotation) is not Annotated:
         return annotation, Param()
     inner, *extras = typing.get_args(annotation)

@@ -247,7 +247,7 @@ def _whole(value: object) -> int:
 
 
 def _store(summary: MetricsSummary, file: Path) -> None:
-    def spelled(value: float | None) -> Any:
+    def spelled(value: float | None) -> object:
         return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
     data = {"schema": SCHEMA} | vars(summary)

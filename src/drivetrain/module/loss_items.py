@@ -7,7 +7,7 @@ not. The result is a `LossItems`, which counts every later batch from its labels
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -135,8 +135,10 @@ class LossWatch(TorchFunctionMode):
         self._entries = list(_tensors(batch))
         self._numbers = {id(value) for path, value in _leaves(batch) if path and path[-1] == "num_items_in_batch"}
         # Weak, by identity: the watch keeps no activation alive. Scalars are kept, because a wrapper may return a copy of one.
-        self._labels: Any = WeakIdKeyDictionary({tensor: _Labels(path, tensor.ndim) for path, tensor in self._entries})
-        self._losses: Any = WeakIdKeyDictionary()
+        self._labels: MutableMapping[Tensor, _Labels] = WeakIdKeyDictionary(
+            {tensor: _Labels(path, tensor.ndim) for path, tensor in self._entries}
+        )
+        self._losses: MutableMapping[Tensor, LossItems] = WeakIdKeyDictionary()
         self._scalars: list[Tensor] = []
         self._sizes: Any = WeakIdKeyDictionary()  # of sums, how many elements they have
         self._picked: Any = WeakIdKeyDictionary()  # their sizes depend on values
@@ -165,7 +167,13 @@ class LossWatch(TorchFunctionMode):
             if loss.ndim == 0:
                 self._scalars.append(loss)
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         try:

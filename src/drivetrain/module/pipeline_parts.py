@@ -73,7 +73,7 @@ class StagePart(nn.Module):
             output = self._steps(received, inputs)
         return call.flatten_output(output)
 
-    def _steps(self, received: tuple[Tensor, ...], inputs: Mapping[str, Any]) -> Any:
+    def _steps(self, received: tuple[Tensor, ...], inputs: Mapping[str, object]) -> object:
         token, mode = COMPUTED_IN.set(self.compute_dtype), IN_TRAINING.set(self.training)
         try:
             return vars(self)["_run"](self, *received, *(inputs[name] for name in self.inputs))

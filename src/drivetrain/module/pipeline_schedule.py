@@ -8,7 +8,7 @@ the loss of the last stage is the value that all ranks get. What the loss is and
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from drivetrain.module.pipeline_parts import (
 from drivetrain.module.wrapping import is_fully_sharded, unwrap
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.seeds import capture_rng, restore_rng
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "GPipe")
 
@@ -66,7 +69,7 @@ class PipelinedModel(nn.Module):
     """The stages, in DDP or sharded; what they hold is registered here, they themselves are not."""
     schedule: str
     microbatches: int
-    group: Any
+    group: "ProcessGroup"
     device: torch.device
     all_names: frozenset[str]
     """Every key of the whole model's state."""
@@ -467,5 +470,5 @@ def _shapes(inputs: object) -> tuple[Any, ...]:
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
 
 
-def _first(loss: Any) -> Tensor:
+def _first(loss: Tensor | list[Tensor] | tuple[Tensor, ...]) -> Tensor:
     return loss[0] if isinstance(loss, list | tuple) else loss

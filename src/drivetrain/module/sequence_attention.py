@@ -9,7 +9,7 @@ Calls of `F.scaled_dot_product_attention` are intercepted while a block runs, so
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.wrapping import GeneratedClass, subclass_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -32,7 +36,13 @@ class AttentionCalls(TorchFunctionMode):
         super().__init__()
         self.attend = attend
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self.attend({**dict(zip(_ARGUMENTS, args)), **kwargs})
@@ -42,7 +52,7 @@ class AttentionCalls(TorchFunctionMode):
 class SequenceAttention:
     """One block's attention: queries, keys and values are this rank's piece of a sequence of `length`."""
 
-    def __init__(self, group: Any, length: int, ring: "RingAttention | None" = None, notes: Any = None):
+    def __init__(self, group: "ProcessGroup", length: int, ring: "RingAttention | None" = None, notes: Any = None):
         self.group, self.length, self.ring = group, length, ring
         self.notes = notes
         """Where the call is noted, while a model is being checked."""
@@ -121,21 +131,21 @@ def local_mask(mask: Tensor | None, heads: int, length: int, size: int, rank: in
     return mask
 
 
-def to_heads(x: Tensor, group: object, size: int) -> Tensor:
+def to_heads(x: Tensor, group: "ProcessGroup", size: int) -> Tensor:
     """Trade (batch, heads, piece, width) for (batch, heads / size, whole sequence, width)."""
     batch, heads, piece, width = x.shape
     parts = x.reshape(batch, size, heads // size, piece, width).permute(1, 0, 2, 3, 4)
     return _exchange(parts, group).permute(1, 2, 0, 3, 4).reshape(batch, heads // size, size * piece, width)
 
 
-def to_sequence(x: Tensor, group: object, size: int) -> Tensor:
+def to_sequence(x: Tensor, group: "ProcessGroup", size: int) -> Tensor:
     """Trade (batch, heads / size, whole sequence, width) for (batch, heads, piece, width)."""
     batch, heads, length, width = x.shape
     parts = x.reshape(batch, heads, size, length // size, width).permute(2, 0, 1, 3, 4)
     return _exchange(parts, group).permute(1, 0, 2, 3, 4).reshape(batch, size * heads, length // size, width)
 
 
-def gather_sequence(x: Tensor, dim: int, group: Any) -> Tensor:
+def gather_sequence(x: Tensor, dim: int, group: "ProcessGroup") -> Tensor:
     """Return the whole sequence on every rank.
 
     Backward adds up what the ranks computed from the whole, and each keeps its piece of the sum. Where all went on alike, that is the
@@ -148,7 +158,7 @@ def gather_sequence(x: Tensor, dim: int, group: Any) -> Tensor:
     return (gather or collectives.all_gather_tensor_autograd)(x.contiguous(), dim, group)
 
 
-def _exchange(parts: Tensor, group: Any) -> Tensor:
+def _exchange(parts: Tensor, group: "ProcessGroup") -> Tensor:
     """Send the i-th part to rank i and return what all sent here; the gradient goes the same way back."""
     from torch.distributed._functional_collectives import all_to_all_single_autograd
 
@@ -202,7 +212,7 @@ def open_multihead(block: nn.Module) -> None:
         object.__setattr__(module, "__class__", subclass_of(type(module), SequenceMultihead))
 
 
-def _projected(module: Any, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+def _projected(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     if module.in_proj_weight is not None:
         weights = module.in_proj_weight.chunk(3)
     else:
@@ -212,7 +222,7 @@ def _projected(module: Any, query: Tensor, key: Tensor, value: Tensor) -> list[T
 
 
 def _one_mask(
-    module: Any, query: Tensor, padding: Tensor | None, mask: Tensor | None, is_causal: bool
+    module: nn.MultiheadAttention, query: Tensor, padding: Tensor | None, mask: Tensor | None, is_causal: bool
 ) -> tuple[Tensor | None, bool]:
     """Return what is added to the scores, and whether they are causal; in torch's masks True means "ignore"."""
     if is_causal and mask is not None and padding is None:
@@ -239,7 +249,7 @@ def _added(mask: Tensor, like: Tensor) -> Tensor:
 class RingAttention:
     """torch's context-parallel attention on pieces that lie in the order of the ranks."""
 
-    def __init__(self, mesh: Any):
+    def __init__(self, mesh: "DeviceMesh"):
         self.mesh = mesh
         _enable_ring()
 

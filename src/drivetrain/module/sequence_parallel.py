@@ -12,7 +12,8 @@ The mean of gradients over the ranks of the group is the gradient of the whole m
 """
 
 import inspect
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,10 @@ from drivetrain.module.sequence_check import Fingerprints, difference, observing
 from drivetrain.module.wrapping import GeneratedClass, subclass_of, written_class
 from drivetrain.runtime.collectives import agree_any
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
 Mode = Literal["whole", "chain", "single"]
 """How blocks run: on the whole sequence; cut at a family's first and joined at its last; each cut and joined for itself."""
 
@@ -39,7 +44,7 @@ _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 class SequenceSplit:
     """What the blocks of one model share: the ranks, and how the call in hand is run."""
 
-    def __init__(self, group: Any, seq_dim: int, ring: RingAttention | None = None):
+    def __init__(self, group: "ProcessGroup", seq_dim: int, ring: RingAttention | None = None):
         self.group, self.seq_dim, self.ring = group, seq_dim, ring
         self.size, self.rank = group.size(), group.rank()
         self.mode: Mode = "whole"
@@ -59,10 +64,10 @@ class SequenceSplit:
 
 def split_sequence(
     model: nn.Module,
-    group: object,
+    group: "ProcessGroup",
     seq_dim: int = 1,
     *,
-    mesh: object = None,
+    mesh: "DeviceMesh | None" = None,
     impl: Literal["ulysses", "ring"] = "ulysses",
 ) -> list[str]:
     """Let a model's blocks run on pieces of the sequence, in place; return their names.
@@ -75,7 +80,11 @@ def split_sequence(
             f"sequence_parallel: {type(model).__name__} has no repeated blocks that could run on parts of a "
             "sequence. Give the model a set_sp(sp_size, sp_rank, sp_group) method."
         )
-    shared = SequenceSplit(group, seq_dim, RingAttention(mesh) if impl == "ring" else None)
+    ring = None
+    if impl == "ring":
+        assert mesh is not None
+        ring = RingAttention(mesh)
+    shared = SequenceSplit(group, seq_dim, ring)
     names = []
     for family in families:
         for index, (name, block) in enumerate(zip(family.names, family.members)):
@@ -97,7 +106,7 @@ class SequenceModel(GeneratedClass):
     def forward(self, *args: object, **kwargs: object) -> Any:
         """Run the model's own forward, checking a kind of call that is new."""
         run, split = super().forward, self._sequence_split  # type: ignore[misc]
-        kind = _kind(self, args, kwargs)
+        kind = _kind(self, args, kwargs)  # type: ignore[arg-type]
         mode = split.checked.get(kind)
         if mode is None:
             mode = _check(self, run, split, args, kwargs)  # type: ignore[arg-type]
@@ -235,7 +244,7 @@ def _joined(out: Any, split: SequenceSplit, length: int) -> Any:
     return out
 
 
-def _kind(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _kind(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what distinguishes kinds of calls: which path a model takes may depend on it."""
 
     def describe(value: object) -> Any:
@@ -250,7 +259,9 @@ def _kind(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return model.training, torch.is_grad_enabled(), describe(args), describe(kwargs)
 
 
-def _check(model: nn.Module, run: Any, split: SequenceSplit, args: Any, kwargs: Any) -> Mode:
+def _check(
+    model: nn.Module, run: Callable[..., object], split: SequenceSplit, args: tuple[object, ...], kwargs: dict[str, Any]
+) -> Mode:
     """Return the first way to split that leaves the model what it is, on which all ranks agree.
 
     A call without gradients whose length does not divide runs whole.

@@ -7,7 +7,7 @@ distributed tensor of the whole shape. Attention sees the whole sequence, so mas
 Where to do what is found by `sequence_pieces_check`. Sequences that do not divide, which generation has, run whole.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,16 @@ from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.sequence_pieces_check import PiecePlan, floats, is_stream, with_first
 from drivetrain.module.wrapping import GeneratedClass, is_fully_sharded, subclass_of
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 _KEY = "_pieces"
 
 
 class Pieces:
     """What the modules of one model share: the ranks, and whether the block in hand runs on pieces."""
 
-    def __init__(self, mesh: Any):
+    def __init__(self, mesh: "DeviceMesh"):
         self.mesh = mesh
         self.is_cut = False
 
@@ -43,7 +46,7 @@ class Pieces:
         return DTensor.from_local(x, self.mesh, _layouts(is_piece), run_check=False)
 
 
-def run_on_pieces(model: nn.Module, mesh: object, plan: PiecePlan, *, joins_each: bool = False) -> None:
+def run_on_pieces(model: nn.Module, mesh: "DeviceMesh", plan: PiecePlan, *, joins_each: bool = False) -> None:
     """Let the blocks of a model whose layers are split run on pieces, in place.
 
     Row-wise layers among the closers must return sums that are not added up yet. `joins_each` makes the stream whole after every block, for
@@ -110,7 +113,7 @@ def _layouts(is_piece: bool) -> list[Any]:
     return [Shard(1) if is_piece else Replicate()]
 
 
-def _replicate(norm: nn.Module, mesh: Any) -> None:
+def _replicate(norm: nn.Module, mesh: "DeviceMesh") -> None:
     """Make the parameters of a norm distributed tensors that are whole everywhere, with gradients that are added up."""
     from torch.distributed.tensor import Replicate, distribute_tensor
 

@@ -7,13 +7,14 @@ every tensor is marked as a piece or as whole. What comes out must be the rank's
 piece outside a norm would have the gradient of a part; it is rejected, like a block that is not built this way.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.blocks import find_blocks
@@ -166,7 +167,7 @@ class _PiecesTrial:
     def _piece(self, x: Tensor) -> Tensor:
         return x.chunk(self.size, 1)[self.rank].clone()
 
-    def _call(self, args: Any, kwargs: Any) -> list[Tensor]:
+    def _call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Tensor]:
         with BaseTorchFunctionMode():  # torch's encoder layers take no fused path while a mode looks on
             out = torch.func.functional_call(self.block, dict(self.state), args, kwargs, tie_weights=True)
         return [x for x in tensors_in(out) if x.is_floating_point()]
@@ -231,7 +232,13 @@ class _Marking(TorchFunctionMode):
         super().__init__()
         self.trial = trial
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         tensors = tensors_in((args, kwargs))
         is_piece = any(getattr(x, _PIECE, False) for x in tensors)
         labels = [x.__dict__[_LABEL] for x in tensors if _LABEL in getattr(x, "__dict__", {})]
@@ -254,22 +261,24 @@ class _Marking(TorchFunctionMode):
 class _Hooks:
     """Calls functions before and after every module inside a block, by name."""
 
-    def __init__(self, block: nn.Module, before: Any, after: Any):
+    def __init__(self, block: nn.Module, before: Callable[..., None] | None, after: Callable[..., object]):
         self.block, self.before, self.after = block, before, after
 
     def __enter__(self) -> None:
-        self.hooks: list[Any] = []
+        self.hooks: list[RemovableHandle] = []
+        before = self.before
         for name, module in self.block.named_modules():
             if not name:
                 continue
 
-            def enter(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                self.before(name, module, (args, kwargs))
-
-            def leave(module: nn.Module, args: Any, out: Any, name: str = name) -> Any:
+            def leave(module: nn.Module, args: object, out: object, name: str = name) -> object:
                 return self.after(name, module, out)
 
-            if self.before is not None:
+            if before is not None:
+
+                def enter(module: nn.Module, args: object, kwargs: object, name: str = name) -> None:
+                    before(name, module, (args, kwargs))
+
                 self.hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             self.hooks.append(module.register_forward_hook(leave))
 

@@ -333,7 +333,7 @@ def merge_windows(saved: Sequence[Mapping[str, Any]], rank: int, counted: str = 
 # ---------------------------------------------------------------------- what a step is made of
 
 
-def backward(loss: Tensor, scaler: "torch.amp.GradScaler | None", **kwargs: Any) -> None:
+def backward(loss: Tensor, scaler: "torch.amp.GradScaler | None", **kwargs: object) -> None:
     """Back-propagate a loss, scaled where there is a scaler."""
     if scaler is None:
         loss.backward(**kwargs)

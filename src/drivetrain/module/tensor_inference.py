@@ -8,7 +8,7 @@ values in one matrix, a norm over split features, heads that do not divide: all 
 A pair with parameters of its own in between (a norm of the queries, say) stays whole as well, because their gradients would be partial.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -207,7 +207,13 @@ class _Following(TorchFunctionMode):
         super().__init__()
         self.others, self.inside = others, inside
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         out = func(*args, **(kwargs or {}))
         tensors = tensors_in((args, kwargs))
         feeds = frozenset().union(*(getattr(x, _ATTRIBUTE, frozenset()) for x in tensors))

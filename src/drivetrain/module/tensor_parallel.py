@@ -8,7 +8,7 @@ from the user, from `register_tp_plan`, from the model itself (transformers' `_t
 
 import fnmatch
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,12 @@ from torch import Tensor, nn
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.module.vocabulary_parallel import know_split_logits
 from drivetrain.module.wrapping import written_class
+
+if TYPE_CHECKING:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel.style import ParallelStyle
 
 STYLES = ("colwise", "rowwise", "sequence", "heads", "colwise_gather", "vocabulary", "replicate")
 """`colwise_gather` gathers the outputs again, as a head needs it; a `vocabulary` head leaves them split until the loss; `heads` is a
@@ -31,7 +37,7 @@ _STYLES_OF_TRANSFORMERS = {
 _registered: dict[type[nn.Module], dict[str, Any]] = {}
 
 
-def register_tp_plan(cls: type[nn.Module], plan: Mapping[str, Any]) -> None:
+def register_tp_plan(cls: type[nn.Module], plan: Mapping[str, object]) -> None:
     """Register how models (or blocks) of a class are split: dotted names or patterns inside them, each with its style."""
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ConfigError(f"register_tp_plan({cls!r}): expected a class of modules.")
@@ -69,7 +75,7 @@ def _translated(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
     return {name: style for name, style in styles.items() if fnmatch.filter(names, name)}
 
 
-def expand_tp_plan(model: nn.Module, plan: Mapping[str, Any], size: int) -> dict[str, Any]:
+def expand_tp_plan(model: nn.Module, plan: Mapping[str, object], size: int) -> dict[str, Any]:
     """Return the style of each layer that a plan names, after checking that names match and sizes divide."""
     modules = dict(model.named_modules())
     result: dict[str, Any] = {}
@@ -88,7 +94,7 @@ def expand_tp_plan(model: nn.Module, plan: Mapping[str, Any], size: int) -> dict
 
 def parallelize(
     model: nn.Module,
-    mesh: Any,
+    mesh: "DeviceMesh",
     plan: Mapping[str, Any],
     *,
     unreduced: Collection[str] = (),
@@ -120,7 +126,7 @@ def parallelize(
     return model
 
 
-def _waited(embedding: nn.Module, args: Any, out: Any) -> Any:
+def _waited(embedding: nn.Module, args: object, out: object) -> Any:
     """Return what an embedding looked up when it has arrived: a compiled block drops the gradient of a tensor that is on its way."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
@@ -131,11 +137,11 @@ class _Waited(torch.autograd.Function):
     """The identity, which waits for a collective."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Any) -> Tensor:
+    def forward(ctx: object, tensor: "AsyncCollectiveTensor") -> Tensor:
         return tensor.wait()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: object, grad: Tensor) -> Tensor:
         return grad
 
 
@@ -163,7 +169,7 @@ def _tie_again(ties: list[list[tuple[nn.Module, str]]]) -> None:
             module._parameters[name] = parameters[0]
 
 
-def split_head(model: nn.Module, plan: Mapping[str, Any], size: int) -> dict[str, Any] | None:
+def split_head(model: nn.Module, plan: Mapping[str, object], size: int) -> dict[str, Any] | None:
     """Return a plan in which the head keeps the logits split until the loss, and the embedding fits; None where there is no such head.
 
     A head is a linear layer that gives one number for each word of an embedding. Where the two share their weight, the embedding is split
@@ -191,7 +197,7 @@ def split_head(model: nn.Module, plan: Mapping[str, Any], size: int) -> dict[str
     return None
 
 
-def _check_style(name: str, style: Any) -> None:
+def _check_style(name: str, style: object) -> None:
     if isinstance(style, str) and style not in STYLES:
         raise ConfigError(unknown_name("style", style, STYLES, where=f"tensor_parallel plan, {name}"))
 
@@ -226,7 +232,7 @@ def _is_transposed(module: nn.Module) -> bool:
     )
 
 
-def _check_divides(name: str, module: nn.Module, style: Any, size: int) -> None:
+def _check_divides(name: str, module: nn.Module, style: object, size: int) -> None:
     if style not in ("colwise", "rowwise", "colwise_gather", "vocabulary"):
         return
     if isinstance(module, nn.Linear | nn.Embedding) and "weight" not in module._parameters:
@@ -246,7 +252,7 @@ def _check_divides(name: str, module: nn.Module, style: Any, size: int) -> None:
         )
 
 
-def _style(style: Any, module: nn.Module, is_reduced: bool = True) -> Any:
+def _style(style: object, module: nn.Module, is_reduced: bool = True) -> Any:
     from torch.distributed.tensor import Partial, Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
@@ -257,7 +263,7 @@ def _style(style: Any, module: nn.Module, is_reduced: bool = True) -> Any:
     if style == "rowwise" and not is_reduced:
         return RowwiseParallel(output_layouts=Partial(), use_local_output=False)
     is_embedding = isinstance(module, nn.Embedding)
-    styles: dict[str, Callable[[], Any]] = {
+    styles: dict[str, Callable[[], ParallelStyle]] = {
         "colwise": lambda: ColwiseParallel(output_layouts=Replicate()) if is_embedding else ColwiseParallel(),
         "colwise_gather": lambda: ColwiseParallel(output_layouts=Replicate()),
         "vocabulary": lambda: ColwiseParallel(use_local_output=False),
@@ -268,7 +274,7 @@ def _style(style: Any, module: nn.Module, is_reduced: bool = True) -> Any:
     return styles[style]()
 
 
-def _transposed_style(style: str, is_reduced: bool = True) -> Any:
+def _transposed_style(style: str, is_reduced: bool = True) -> "ParallelStyle":
     """Return the style of a layer that keeps its weight as (inputs, outputs)."""
     from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
     from torch.distributed.tensor.parallel.style import ParallelStyle
@@ -277,21 +283,21 @@ def _transposed_style(style: str, is_reduced: bool = True) -> Any:
     comes = Shard(-1) if style == "rowwise" else Replicate()
     leaves = Shard(-1) if style == "colwise" else Replicate()
 
-    def split(name: str, module: nn.Module, mesh: Any) -> None:
+    def split(name: str, module: nn.Module, mesh: "DeviceMesh") -> None:
         for key, parameter in module.named_parameters():
             layout = Shard(dim) if key == "weight" else Shard(0) if dim == 1 else Replicate()
             module.register_parameter(key, nn.Parameter(distribute_tensor(parameter, mesh, [layout])))
 
     class Transposed(ParallelStyle):
-        def _apply(self, module: nn.Module, mesh: Any) -> nn.Module:
+        def _apply(self, module: nn.Module, mesh: "DeviceMesh") -> nn.Module:
             return distribute_module(module, mesh, split, enter, leave)
 
-    def enter(module: nn.Module, inputs: Any, mesh: Any) -> Any:
+    def enter(module: nn.Module, inputs: tuple[Tensor, ...], mesh: "DeviceMesh") -> Any:
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(inputs[0], mesh, [comes], run_check=False)
 
-    def leave(module: nn.Module, outputs: Any, mesh: Any) -> Any:
+    def leave(module: nn.Module, outputs: "DTensor", mesh: "DeviceMesh") -> Any:
         return outputs.redistribute(placements=[leaves]).to_local() if is_reduced else outputs
 
     return Transposed()

@@ -63,7 +63,7 @@ def build_optim_sches(
     return OptimSet.from_config(optim_sche_cfg, model, **{**found, **shared})
 
 
-def as_optim_set(value: object, model: nn.Module, **shared: Any) -> OptimSet:
+def as_optim_set(value: object, model: nn.Module, **shared: object) -> OptimSet:
     """Convert a description of units into a set: units, optimizers, mappings of them, configuration, or a function.
 
     `shared` values hold for units that were not given their own, by themselves or by their configuration.

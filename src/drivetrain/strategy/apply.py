@@ -172,7 +172,7 @@ def prepared_input(
     return change_tensors(data, changes) if changes else data
 
 
-def change_tensors(value: Any, changes: Sequence[Callable[[Tensor], Tensor]]) -> Any:
+def change_tensors(value: object, changes: Sequence[Callable[[Tensor], Tensor]]) -> Any:
     """Return nested containers with every tensor changed."""
     from torch.utils._pytree import tree_map_only
 
@@ -184,7 +184,7 @@ def change_tensors(value: Any, changes: Sequence[Callable[[Tensor], Tensor]]) ->
     return tree_map_only(Tensor, change, value)
 
 
-def check_model(model: Any, where: str = "auto_accelerate") -> None:
+def check_model(model: object, where: str = "auto_accelerate") -> None:
     """Reject what is not a plain module: something else, or a module that is wrapped, sharded or compiled already."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{where}: model is a {type(model).__name__}; expected a torch.nn.Module.")

@@ -322,7 +322,7 @@ class Method(Generic[C]):
         return self.why
 
 
-def frozen(value: Any) -> Any:
+def frozen(value: object) -> Any:
     """Return a value with lists as tuples and mappings as tuples of pairs, so that it can be hashed."""
     if isinstance(value, Mapping):
         return tuple((key, frozen(item)) for key, item in value.items())
@@ -331,7 +331,7 @@ def frozen(value: Any) -> Any:
     return value
 
 
-def thawed(value: Any) -> Any:
+def thawed(value: object) -> Any:
     """Return a frozen value as JSON holds it."""
     return [thawed(item) for item in value] if isinstance(value, tuple) else value
 
@@ -346,14 +346,14 @@ def qualified_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def as_selectors(value: Any) -> Any:
+def as_selectors(value: object) -> Any:
     """Return classes as their full names, so that a plan holds text only; everything else stays."""
     if isinstance(value, tuple | list):
         return tuple(map(as_selectors, value))
     return qualified_name(value) if isinstance(value, type) else value
 
 
-def selected(model: nn.Module, value: Any) -> Any:
+def selected(model: nn.Module, value: object) -> Any:
     """Return selectors with the full names of this model's classes turned into those classes; nothing is imported."""
     from drivetrain.module.wrapping import written_class
 

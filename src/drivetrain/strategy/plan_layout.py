@@ -126,7 +126,7 @@ def _said(stages: Mapping[str, Any]) -> str:
     return f"stage {own} of {len(stages['starts']) + 1} (cut before {', '.join(stages['starts'])})"
 
 
-def own_share(context: Context, state: Mapping[str, Any]) -> StateDict:
+def own_share(context: Context, state: Mapping[str, object]) -> StateDict:
     """Return a state without what belongs to stages of other ranks; one that has only this rank's stages stays as it is."""
     pipeline = context.model  # type: ignore[attr-defined]
     assert isinstance(pipeline, PipelinedModel)

@@ -46,7 +46,7 @@ class ModelSnapshot:
                 tensor.grad = grad
 
 
-def _shallow(value: object) -> Any:
+def _shallow(value: object) -> object:
     return value.copy() if isinstance(value, dict | set | list) else value
 
 

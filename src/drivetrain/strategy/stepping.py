@@ -128,7 +128,7 @@ class Stepping:
             return outputs.loss if is_trained else self.pipeline.joined_loss(inputs, outputs, self._user_loss)
         return self._user_loss(inputs, outputs)
 
-    def _user_loss(self, inputs: object, outputs: object) -> Any:
+    def _user_loss(self, inputs: object, outputs: object) -> object:
         if self._loss_func is None:
             raise ConfigError("there is no loss_func. Pass one.")
         with self.precision.autocast(self.device.type):

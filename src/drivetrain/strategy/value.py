@@ -138,7 +138,7 @@ class Strategy:
     def __hash__(self) -> int:
         return hash(self._comparable())
 
-    def _comparable(self) -> tuple[frozenset[tuple[str, Any]], BatchSplit | None]:
+    def _comparable(self) -> tuple[frozenset[tuple[str, object]], BatchSplit | None]:
         return frozenset((entry.name, entry.config) for entry in self), self.batch
 
     # New plans from this one.
@@ -339,7 +339,7 @@ def fingerprint(model: nn.Module, device: torch.device, world: int, global_batch
     }
 
 
-def changes_since(old: Mapping[str, Any] | None, new: Mapping[str, object]) -> list[str]:
+def changes_since(old: Mapping[str, object] | None, new: Mapping[str, object]) -> list[str]:
     """Return one line for each part of a fingerprint that differs from that of a loaded plan."""
     if old is None:
         return []

@@ -426,7 +426,7 @@ def _cut(rows: Tensor, shapes: tuple[tuple[int, ...], ...]) -> Tensor | _Rows:
     return _Rows(row[tuple(slice(size) for size in shape[1:])] for part, shape in zip(parts, shapes) for row in part)
 
 
-def _with_rows(value: object, device: torch.device) -> Any:
+def _with_rows(value: object, device: torch.device) -> object:
     """Give numbers and tensors without dimensions one row, so that a value per batch, such as a loss, is kept for every batch."""
     if isinstance(value, Tensor):
         return value if value.dim() else value.reshape(1)

@@ -108,7 +108,7 @@ class Logbook:
                 logger.flush()
 
     def _send(
-        self, metrics: Mapping[str, object], step: int | None = None, loggers: Collection[Any] | None = None
+        self, metrics: Mapping[str, object], step: int | None = None, loggers: Collection[object] | None = None
     ) -> None:
         loggers = self.loggers if loggers is None else loggers
         if not loggers:

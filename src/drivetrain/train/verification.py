@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class ResumeVerdict:
 
 
 def verify_resume(
-    build: "Callable[[], Trainer]", train_dataset: object, num_steps: int = 8, *, seed: int = 0, **train_kwargs: Any
+    build: "Callable[[], Trainer]", train_dataset: object, num_steps: int = 8, *, seed: int = 0, **train_kwargs: object
 ) -> ResumeVerdict:
     """Check that a run resumes bit for bit.
 

@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from drivetrain.core.errors import ExperimentError, ParameterError, unknown_name
 from drivetrain.core.types import Settings
@@ -324,7 +323,7 @@ class _Reader:
         return lambda values: compare(values.get(name), sign, wanted)
 
 
-def compare(value: Any, sign: str, wanted: str) -> bool:
+def compare(value: object, sign: str, wanted: str) -> bool:
     """Compare one value with a text: as numbers where both are, else as text; of a list one entry must match.
 
     >>> compare(0.1, "<", "2e-1"), compare("adam", "~", "ad"), compare(None, "<", "1"), compare(["a", "b"], "=", "b")

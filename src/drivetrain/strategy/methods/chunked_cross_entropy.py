@@ -121,7 +121,7 @@ class _Captured(Exception):
         self.arguments = args, kwargs
 
 
-def _model_arguments(ctx: "Application") -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _model_arguments(ctx: "Application") -> tuple[tuple[object, ...], dict[str, Any]]:
     """Return what the model is called with for a few samples; it does not run."""
 
     def capture(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:

@@ -19,6 +19,8 @@ from drivetrain.strategy.mesh import GRADIENT_AXES
 from drivetrain.strategy.method import Method, NoConfig, Option, Site, Stage, as_selectors, is_whole, selected
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
@@ -215,12 +217,12 @@ def sharding_options(method: Method, scope: "SearchScope") -> list[Option]:
     return method.flag_options(scope, is_sensible) if scope.world > 1 else []
 
 
-def shard_mesh(mesh: Any, axes: list[str], has_sequence: bool = False) -> Any:
+def shard_mesh(mesh: "DeviceMesh", axes: list[str], has_sequence: bool = False) -> "DeviceMesh":
     """Return the part of a mesh to shard over: one axis, or `data` outside and `zero` inside for hybrid sharding.
 
     Ranks along `sequence` hold the same parameters, so they shard them too, together with the innermost of the others.
     """
-    names = list(mesh.mesh_dim_names)
+    names = list(mesh.mesh_dim_names or ())
     if len(axes) == 2 and names.index("data") > names.index("zero"):
         raise ConfigError(
             "fsdp: with both axes, list ('zero', n) before ('data', m): ranks that shard together must be adjacent."

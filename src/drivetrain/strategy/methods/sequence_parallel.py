@@ -25,6 +25,8 @@ from drivetrain.strategy.method import Method, Site, Stage, as_selectors, is_who
 from drivetrain.strategy.profile.values import divides_heads
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.space import SearchScope
@@ -164,7 +166,9 @@ class SequenceParallel(Method):
 class SplitInput:
     """Prepares a model's input and takes this rank's part of it."""
 
-    def __init__(self, function: Callable[..., Any], group: Any, inner: Callable[[Any, torch.device], Any] | None):
+    def __init__(
+        self, function: Callable[..., Any], group: "ProcessGroup", inner: Callable[[Any, torch.device], Any] | None
+    ):
         self.function, self.group, self.inner = function, group, inner
 
     def __call__(self, data: Any, device: torch.device) -> Any:
@@ -176,11 +180,11 @@ class SplitInput:
 class MeanOverSequence:
     """Makes a loss show its mean over the ranks of the sequence, while each rank keeps the gradient of its own part."""
 
-    def __init__(self, group: Any):
+    def __init__(self, group: "ProcessGroup"):
         self.group = group
 
     def __call__(self, loss_func: Callable[..., Any]) -> Callable[..., Any]:
-        def loss_of_all(*args: object) -> Any:
+        def loss_of_all(*args: object) -> object:
             result = loss_func(*args)
             if isinstance(result, list | tuple):
                 return type(result)([self._shown(result[0]), *result[1:]])

@@ -14,6 +14,9 @@ from drivetrain.strategy.profile.values import divides_heads
 from drivetrain.strategy.registry import find_method
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from drivetrain.module.sequence_pieces_check import PiecePlan
     from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
@@ -184,7 +187,7 @@ class TensorParallel(Method):
         for remark in remarks:
             ctx.note(f"tensor_parallel: {remark}")
 
-    def _run_on_pieces(self, ctx: "Application", mesh: Any, pieces: Any) -> None:
+    def _run_on_pieces(self, ctx: "Application", mesh: "DeviceMesh", pieces: "PiecePlan") -> None:
         """Let the blocks that this rank holds run on pieces of the sequence."""
         from drivetrain.module.sequence_pieces import run_on_pieces
 
@@ -206,7 +209,7 @@ class TensorParallel(Method):
 class _Initialising:
     """Gives the modules of a model on the meta device memory one by one, and all ranks the same values."""
 
-    def __init__(self, ctx: "Application", mesh: Any):
+    def __init__(self, ctx: "Application", mesh: "DeviceMesh"):
         self.ctx, self.mesh = ctx, mesh
         self.param_init_fn = getattr(ctx.plan.config("fsdp") or ctx.plan.config("zero2"), "param_init_fn", None)
 

@@ -149,7 +149,7 @@ def _partitioner() -> Partition:
     return min_cut_rematerialization_partition
 
 
-def _unrun(gm: "GraphModule", example_inputs: object) -> Any:
+def _unrun(gm: "GraphModule", example_inputs: object) -> object:
     """Stand for a compiler that compiles nothing."""
     return gm
 
@@ -164,7 +164,7 @@ def captured_saved_bytes(function: Callable[..., object], inputs: list[Tensor], 
     from torch._functorch.aot_autograd import aot_function
     from torch._inductor.decomposition import select_decomp_table
 
-    def partition(joint: "GraphModule", joint_inputs: object, **settings: Any) -> "tuple[GraphModule, GraphModule]":
+    def partition(joint: "GraphModule", joint_inputs: object, **settings: object) -> "tuple[GraphModule, GraphModule]":
         forward, _ = cut(joint, joint_inputs, **settings)
         raise _CaptureDone(_saved_outputs(forward, slice(settings["num_fwd_outputs"], None), round_to))
 
@@ -205,7 +205,7 @@ def traced_saved_bytes(function: Callable[..., Tensor], inputs: object, round_to
     saved: list[float] = []
     returned: list[float] = []
 
-    def partition(joint: "GraphModule", joint_inputs: object, **settings: Any) -> "tuple[GraphModule, GraphModule]":
+    def partition(joint: "GraphModule", joint_inputs: object, **settings: object) -> "tuple[GraphModule, GraphModule]":
         forward, backward = cut(joint, joint_inputs, **settings)
         saved.append(_saved_outputs(forward, slice(settings["num_fwd_outputs"], None), round_to))
         returned.append(_saved_outputs(forward, slice(settings["num_fwd_outputs"]), round_to))

@@ -88,7 +88,7 @@ class SearchConstraints:
         return found
 
 
-def with_included(plan: Strategy, included: Iterable[Any] | None, excluded: Iterable[str] | None) -> Strategy:
+def with_included(plan: Strategy, included: Iterable[object] | None, excluded: Iterable[str] | None) -> Strategy:
     """Return a plan with what must be in it; what must not be in it raises."""
     wanted = [item if isinstance(item, tuple | list) else (item,) for item in included or ()]
     unwanted = expand_names(excluded or ())

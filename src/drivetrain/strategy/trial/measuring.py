@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -208,7 +207,7 @@ class _TimedTrial:
         self.tell("phase", name="steps")
         (self._timed_by_events if self.device.type == "cuda" else self._timed_by_clock)(ctx, batch)
 
-    def _at_hand(self, batch: Batch) -> Any:
+    def _at_hand(self, batch: Batch) -> object:
         """Return a batch where a loader has put it by the time of its step.
 
         That is on the device, which loaders copy to ahead of time: a copy inside the step would hide what plans differ in. A

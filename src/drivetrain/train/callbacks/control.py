@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -163,10 +163,10 @@ class LimitBatchesCallback(TrainerCallback):
         """Cut the loader of an evaluation outside training."""
         trainer.run.data.evaluation = self._cut(trainer.run.data.evaluation)
 
-    def _cut(self, loader: Any) -> Any:
+    def _cut(self, loader: object) -> object:
         return map_loaders(self._cut_one, loader)
 
-    def _cut_one(self, loader: Any) -> Any:
+    def _cut_one(self, loader: object) -> object:
         is_cut = (
             isinstance(loader, DataLoaderSlice)
             and loader.slice_size is not None

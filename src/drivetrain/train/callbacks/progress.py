@@ -273,7 +273,7 @@ def _make_display() -> _Display:
     return _BarDisplay(console) if console.is_terminal and not console.is_dumb_terminal else _Display()
 
 
-def _first_rate(optimizers: Sequence[Any]) -> float | None:
+def _first_rate(optimizers: Sequence[object]) -> float | None:
     groups = getattr(optimizers[0], "param_groups", None) if optimizers else None
     rate = groups[0].get("lr") if groups else None
     if isinstance(rate, Tensor) and rate.device.type != "cpu":
