@@ -581,6 +581,25 @@ def test_the_first_axis_varies_fastest_and_ranks_along_tensor_share_samples(worl
     assert [place[3] for place in ranks] == [([0, 1], 0, 2), ([0, 1], 0, 2), ([2, 3], 1, 2), ([2, 3], 1, 2)]
 
 
+def groups_of_equal_plans():
+    import torch.distributed as dist
+
+    from drivetrain.runtime.ranks import clear_data_ranks
+    from drivetrain.strategy.mesh import build_mesh
+
+    counts = []
+    for _ in range(3):
+        build_mesh((("tensor", 2), ("zero", 2), ("data", 1)), (0, 1, 2, 3), "cpu")
+        clear_data_ranks()
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+def test_equal_meshes_share_their_process_groups(world4):
+    for first, *others in world4(groups_of_equal_plans):
+        assert others == [first, first]
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")  # as errors, the compiler's own warnings would fail the dry run
 def test_float16_scales_and_skips_and_graphs_compile_on_cuda():

@@ -6,7 +6,7 @@ group can carry them. Values are sent by torch's object collectives, between our
 """
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -21,7 +21,8 @@ CPU_BACKENDS = {"gloo", "fake", "threaded", "mpi"}
 
 T = TypeVar("T")
 
-_control: tuple[object, dist.ProcessGroup] | None = None
+_made: tuple[object, dict[Hashable, object]] | None = None
+"""The default group and the groups and meshes that were made in it."""
 
 
 class _TensorSlot(NamedTuple):
@@ -43,20 +44,31 @@ def control_group() -> dist.ProcessGroup | None:
 
     The first call on an accelerator's group makes the second group, which is a collective; `init_distributed` makes it.
     """
-    global _control
     if not is_distributed():
         return None
+    if dist.get_backend() in CPU_BACKENDS:
+        return dist.group.WORLD
+    return made_once("control", lambda: dist.new_group(backend="gloo"))
+
+
+def made_once(key: Hashable, make: Callable[[], T]) -> T:
+    """Return what `make` returned for this key the first time in this process group. Every rank must call this in the same order.
+
+    A group holds threads and connections, and neither a plan nor a trial can free those of its mesh: torch keeps equal meshes.
+    """
+    global _made
     world = dist.group.WORLD
-    if _control is None or _control[0] is not world:
-        assert world is not None
-        _control = (world, world if dist.get_backend() in CPU_BACKENDS else dist.new_group(backend="gloo"))
-    return _control[1]
+    if _made is None or _made[0] is not world:
+        _made = (world, {})
+    if key not in _made[1]:
+        _made[1][key] = make()
+    return _made[1][key]  # type: ignore[return-value]
 
 
-def forget_control_group() -> None:
-    """Drop the control group of a process group that is being destroyed."""
-    global _control
-    _control = None
+def forget_groups() -> None:
+    """Drop what was made in a process group that is being destroyed."""
+    global _made
+    _made = None
 
 
 def distributed_barrier() -> None:

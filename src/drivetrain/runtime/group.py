@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.core.errors import ConfigError, DistributedError
-from drivetrain.runtime.collectives import control_group, forget_control_group
+from drivetrain.runtime.collectives import control_group, forget_groups
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.environment import LaunchedWorld, launched_world
 from drivetrain.runtime.ranks import clear_data_ranks, is_distributed
@@ -69,7 +69,7 @@ def destroy_group() -> None:
     """Leave the process group and forget what belonged to it; nothing without a group."""
     if is_distributed():
         dist.destroy_process_group()
-    forget_control_group()
+    forget_groups()
     clear_data_ranks()
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import PlanInfeasible, StrategyError
+from drivetrain.runtime.collectives import made_once
 from drivetrain.runtime.ranks import clear_data_ranks, get_num_processes, get_rank, set_data_ranks
 
 if TYPE_CHECKING:
@@ -80,17 +81,21 @@ def build_mesh(axes: Axes, rank_order: Sequence[int] | None, device_type: str) -
     if get_num_processes() == 1:
         clear_data_ranks()
         return None
+    order = None if rank_order is None else tuple(rank_order)
+    mesh = made_once((axes, order, device_type), lambda: _new_mesh(axes, order, device_type))
+    _set_data_ranks(mesh, dict(axes))
+    return mesh
+
+
+def _new_mesh(axes: Axes, rank_order: tuple[int, ...] | None, device_type: str) -> "DeviceMesh":
     import torch
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     outer_first = axes[::-1]
     shape, names = tuple(size for _, size in outer_first), tuple(axis for axis, _ in outer_first)
     if rank_order is None:
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-    else:
-        mesh = DeviceMesh(device_type, torch.tensor(rank_order).view(shape), mesh_dim_names=names)
-    _set_data_ranks(mesh, dict(axes))
-    return mesh
+        return init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return DeviceMesh(device_type, torch.tensor(rank_order).view(shape), mesh_dim_names=names)
 
 
 def _set_data_ranks(mesh: "DeviceMesh", axes: Mapping[str, int]) -> None:
@@ -120,15 +125,15 @@ def gradient_group(mesh: "DeviceMesh") -> "ProcessGroup | None":
 
 def _group_of_all(mesh: "DeviceMesh", axes: Sequence[str]) -> "ProcessGroup | None":
     """Return this rank's group along several axes at once; every rank makes all of them, in one order."""
-    import torch.distributed as dist
-
     names = list(mesh.mesh_dim_names or ())
     kept = [names.index(axis) for axis in axes]
     others = [index for index in range(len(names)) if index not in kept]
     rows = mesh.mesh.permute(*others, *kept).reshape(-1, math.prod(mesh.mesh.shape[index] for index in kept))
-    own = None
-    for ranks in rows.tolist():
-        group = dist.new_group(ranks)
-        if get_rank() in ranks:
-            own = group
-    return own
+    return made_once(tuple(map(tuple, rows.tolist())), lambda: _new_group(rows.tolist()))
+
+
+def _new_group(rows: Sequence[Sequence[int]]) -> "ProcessGroup | None":
+    import torch.distributed as dist
+
+    groups = [dist.new_group(list(ranks)) for ranks in rows]
+    return next((group for group, ranks in zip(groups, rows) if get_rank() in ranks), None)

@@ -25,6 +25,7 @@ from drivetrain.core.types import StateDict
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.pipeline_schedule import PipelinedModel
 from drivetrain.module.wrapping import clean_state_dict, named_clean_parameters
+from drivetrain.runtime.collectives import made_once
 from drivetrain.runtime.ranks import is_master
 from drivetrain.strategy.method import Site
 
@@ -196,7 +197,8 @@ def mesh_of_copies(site: Site, mesh: "DeviceMesh | None") -> "DeviceMesh | None"
     from torch.distributed.device_mesh import DeviceMesh
 
     names = tuple(COPIES if name == "tensor" else name for name in mesh.mesh_dim_names or ())
-    return DeviceMesh(site.device.type, mesh.mesh, mesh_dim_names=names)
+    kind, ranks = site.device.type, mesh.mesh
+    return made_once((kind, names, str(ranks.tolist())), lambda: DeviceMesh(kind, ranks, mesh_dim_names=names))
 
 
 def with_copies(state: StateDict, mesh: "DeviceMesh") -> StateDict:
