@@ -30,10 +30,11 @@ from drivetrain.experiment.run_folder import (
 )
 
 RUNNING, FINISHED, FAILED, INTERRUPTED, LOST = "running", "finished", "failed", "interrupted", "lost"
+PRUNED = "pruned"
 START_ONLY = frozenset(("resume", "run_name", "params_file", "subprocess", "local_rank"))
 """Parameters of one start of a program: never read from a file, and not shown among the parameters of a run."""
 
-STATES = (RUNNING, FINISHED, FAILED, INTERRUPTED, LOST)
+STATES = (RUNNING, FINISHED, PRUNED, FAILED, INTERRUPTED, LOST)
 
 
 MANIFEST_FIELDS: dict[str, type | types.UnionType] = {
@@ -99,8 +100,10 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """running, finished, failed, interrupted; or lost: its status is running, but no process holds its lock."""
+        """running, finished, failed, interrupted; pruned: its sweep stopped it early; or lost: no process holds its lock."""
         state = str(self.status.get("state", RUNNING))
+        if state == FINISHED and self.status.get("pruned") is True:
+            return PRUNED
         return LOST if state == RUNNING and not self.is_live else state
 
     @property
@@ -109,10 +112,19 @@ class RunRecord:
         return {name: str(origin) for name, origin in (self.manifest.get("origins") or {}).items()}
 
     @property
+    def has_ended(self) -> bool:
+        """Whether nothing is left to do: it is finished, or its sweep stopped it."""
+        return self.state in (FINISHED, PRUNED)
+
+    @property
+    def sweep_objectives(self) -> dict[str, str]:
+        """The objectives of the sweep that the run belongs to, with their directions."""
+        return _sweep_directions(self.folder.parent) if self.manifest.get("trial") else {}
+
+    @property
     def directions(self) -> dict[str, str]:
         """Metrics whose good direction, "min" or "max", the experiment declares, or the sweep that the run belongs to."""
-        of_sweep = _sweep_directions(self.folder.parent) if self.manifest.get("trial") else {}
-        declared = {**of_sweep, **(self.manifest.get("directions") or {})}
+        declared = {**self.sweep_objectives, **(self.manifest.get("directions") or {})}
         return {name: good for name, good in declared.items() if good in ("min", "max")}
 
     @property

@@ -71,7 +71,7 @@ def choose_beginning(
     same = [record for record in find_runs(place, depth=1) if record.manifest.get("identity") == own_hash]
     if resolved.values["run_name"] is not None:
         same = [record for record in same if record.folder.name == resolved.values["run_name"]]
-    unfinished = [record for record in same if record.state != FINISHED]
+    unfinished = [record for record in same if not record.has_ended]
     if not same:
         note = f"resume: no earlier run of {experiment!r} with these parameters in {place}; starting a new one."
         return Beginning(notes=[note])
@@ -132,7 +132,7 @@ def continue_run(record: RunRecord, resolved: Resolved, parameters: ParameterSet
             + "\nGive the same values, mark the parameter resumable, accept the change with --force, or start a new run."
         )
     beginning.notes = [f"changed on resume: {line}" for line in changed + differing]
-    beginning.is_finished = record.state == FINISHED and not changed and not differing
+    beginning.is_finished = record.has_ended and not changed and not differing
     return beginning
 
 

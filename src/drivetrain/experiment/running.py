@@ -392,7 +392,8 @@ def _ending_of(error: BaseException, run: ExperimentRun) -> Ending:
 
 def _log_ending(experiment: "Experiment", ending: Ending) -> None:
     if ending.error is None or ending.state != "failed":
-        logger.info("%s: %s", experiment.name, ending.state)
+        is_pruned = isinstance(ending.error, TrialPruned)
+        logger.info("%s: %s", experiment.name, "pruned" if is_pruned else ending.state)
         return
     # Python prints the traceback on the console; the log keeps it as well.
     logger.error("%s: failed", experiment.name, exc_info=ending.error, extra={"file_only": True})

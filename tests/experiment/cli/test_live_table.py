@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +38,27 @@ def test_the_state_has_the_total_and_the_time_left_and_a_running_trial_its_last_
     result = SweepResult(few, total=5, slots=2)
     assert state_of(result) == "1 running, 1 of 5 done, 0 failed, best 0 (trial 0), about 2 min 0 s left"
     assert values_of(few[1]) == "0.25 at 12" and values_of(Trial(3, {}, values={"a": 1.0, "b": 0.5})) == "a=1, b=0.5"
+
+
+def test_the_time_left_moves_with_the_clock_and_uses_running_trials(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("drivetrain.experiment.sweeps.trial.time.monotonic", lambda: now[0])
+    few = list(trials("finished", "asked", "asked"))
+    few[0].seconds = 60.0
+    for trial in few[1:]:
+        trial.begin(Path("sweep"))
+    result = SweepResult(few, total=4, slots=2)
+    assert result.seconds_left == 90  # two that run, one that waits, in two slots
+    now[0] += 20
+    assert result.seconds_left == 70 and few[1].elapsed == 20
+    now[0] += 80
+    assert result.seconds_left == pytest.approx(260 / 3 / 2)  # both take longer than thought, and so will the last one
+    few[1].settle("finished", None, 100.0, {})
+    now[0] += 5
+    assert few[1].elapsed == 100 and few[2].elapsed == 105
+    last = SweepResult(few[:1] + few[2:], total=2, slots=8)
+    now[0] -= 85
+    assert last.seconds_left == 40  # free slots do not make a running trial quicker
 
 
 def test_without_a_terminal_every_change_of_a_trial_is_one_line(capsys, monkeypatch):

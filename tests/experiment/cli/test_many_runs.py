@@ -154,3 +154,55 @@ def test_hostile_names_are_printed_as_text(command, tmp_path):
     (folder / "remarks.json").write_text(json.dumps({"tags": ["\x1b]0;x\x07", 5], "note": ["no"]}))
     _, out, _ = command("ls", tmp_path)
     assert "\x1b" not in out and "\x07" not in out
+
+
+def make_sweep(place):
+    """Write a sweep of three trials that is judged by a cost, the last one pruned."""
+    sweep = place / "output" / "digits" / "sweeps" / "2026-01-31_12-00-00_abc123"
+    for number, cost in enumerate((3.0, 1.0, None)):
+        folder = make_run(sweep.parent, f"trial-000{number}", experiment=sweep.name, lr=0.1 * (number + 1))
+        for name, change in (
+            ("manifest.json", {"experiment": "digits", "trial": {"sweep": sweep.name, "index": number}}),
+            ("status.json", {"result": cost and {"cost": cost}, "pruned": cost is None, "error": "TrialPruned: x"}),
+        ):
+            (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | change))
+    (sweep / "sweep.jsonl").write_text('{"kind": "sweep", "objective": "cost", "direction": "min"}\n')
+    return sweep
+
+
+def test_trials_are_judged_by_the_objective_of_their_sweep(command, command_json, tmp_path):
+    sweep = make_sweep(tmp_path)
+    found = command_json("ls", sweep, "--sort", "best", "--json")
+    assert [(run["id"][-1], run["metric"], run["best"]) for run in found] == [
+        ("1", "cost", 1.0),
+        ("0", "cost", 3.0),
+        ("2", None, None),
+    ]
+    _, out, _ = command("ls", sweep)
+    assert "cost (best)" in out and "1 (1) *" in out
+    make_run(sweep.parent.parent.parent, "alone")  # judged by nothing that a sweep has chosen
+    assert {run["metric"] for run in command_json("ls", tmp_path / "output", "--json")} == {"eval/accuracy"}
+
+
+def test_sorting_by_the_best_value_means_the_given_objective(command_json, tmp_path):
+    many(tmp_path, 3)  # all have the same accuracy
+    found = command_json("ls", tmp_path, "--objective", "train/loss", "--sort", "best", "--json")
+    assert [run["id"] for run in found] == ["aaaa00", "aaaa01", "aaaa02"]
+
+
+def test_a_trial_that_its_sweep_stopped_is_pruned_and_has_no_error_in_the_report(command, command_json, tmp_path):
+    sweep = make_sweep(tmp_path)
+    assert [run["id"] for run in command_json("ls", sweep, "status=pruned", "--json")] == ["abc123/trial-0002"]
+    assert len(command_json("ls", sweep, "--status", "pruned", "--json")) == 1
+    assert "pruned after" in command("doctor", sweep / "trial-0002")[1]
+
+
+def test_the_report_of_a_sweep_begins_with_its_objective(tmp_path):
+    from drivetrain.experiment.reports.data import Blobs, Limits, main_objective, run_as_data
+    from drivetrain.experiment.reports.gather import gather_run
+
+    sweep = make_sweep(tmp_path)
+    data = [run_as_data(gather_run(folder), Blobs(), Limits()) for folder in sorted(sweep.glob("trial-*"))]
+    assert main_objective(data) == "cost" and [run["state"] for run in data] == ["finished", "finished", "pruned"]
+    assert main_objective([run | {"objective": "missing"} for run in data]) == "eval/accuracy"
+    assert main_objective([*data, data[0] | {"objective": None}]) == "eval/accuracy"

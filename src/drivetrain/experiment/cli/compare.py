@@ -39,13 +39,13 @@ def compare(arguments: argparse.Namespace) -> int:
     records = find_all_runs(arguments.runs)
     if len(records) < 2:
         raise ExperimentError(f"compare needs at least two runs, got {len(records)}: {', '.join(arguments.runs)}.")
-    lines = read_lines(records, read_directions(arguments.direction))
+    lines = read_lines(records, read_directions(arguments.direction), arguments.objective)
     if arguments.group:
         groups = group_over_seeds(lines)
         if arguments.json:
             print_json({"groups": groups})
         else:
-            _print_groups(groups, lines, arguments.objective)
+            _print_groups(groups, lines)
         return 0
     found = compare_runs(lines)
     if arguments.json:
@@ -53,7 +53,7 @@ def compare(arguments: argparse.Namespace) -> int:
     elif len(lines) <= SIDE_BY_SIDE:
         _print_side_by_side(found, lines)
     else:
-        _print_rows(found, lines, arguments.objective)
+        _print_rows(found, lines)
     return 0
 
 
@@ -189,14 +189,14 @@ def _print_side_by_side(found: Settings, lines: Sequence[RunLine]) -> None:
         )
 
 
-def _print_rows(found: Settings, lines: Sequence[RunLine], wanted: str | None) -> None:
+def _print_rows(found: Settings, lines: Sequence[RunLine]) -> None:
     """Print one row per run, the best first, with what differs."""
-    ordered = _best_first(lines, wanted)
+    ordered = _best_first(lines)
     columns = [Column(name, values) for name, values in varying(ordered).items()]
     states = [line.record.state for line in ordered]
     if differs(states):
         columns.insert(0, Column("state", states))
-    for tag, direction, values in _measured(ordered, wanted):
+    for tag, direction, values in _measured(ordered):
         if differs(values):
             columns.append(Column(_title(tag, direction), _starred(values, direction)))
     print_split_table(Column("run", labels(ordered)), columns)
@@ -215,9 +215,9 @@ def _title(tag: str, direction: str | None) -> str:
     return f"{tag} (best)" if direction else f"{tag} (last)"
 
 
-def _measured(lines: Sequence[RunLine], wanted: str | None) -> list[tuple[str, str | None, list[float | None]]]:
+def _measured(lines: Sequence[RunLine]) -> list[tuple[str, str | None, list[float | None]]]:
     """Return metrics and results: name, direction, and the best value of each run, the last where no direction is known."""
-    main = [objective.tag for line in lines if (objective := line.objective(wanted)) is not None]
+    main = [objective.tag for line in lines if (objective := line.objective()) is not None]
     names = dict.fromkeys([*main, *(tag for line in lines for tag in (*line.summary.tags, *line.results))])
     found = []
     for tag in names:
@@ -228,8 +228,8 @@ def _measured(lines: Sequence[RunLine], wanted: str | None) -> list[tuple[str, s
     return found
 
 
-def _best_first(lines: Sequence[RunLine], wanted: str | None) -> list[RunLine]:
-    measured = _measured(lines, wanted)
+def _best_first(lines: Sequence[RunLine]) -> list[RunLine]:
+    measured = _measured(lines)
     if not measured or measured[0][1] is None:
         return list(lines)
     _, direction, values = measured[0]
@@ -257,7 +257,7 @@ def group_over_seeds(lines: Sequence[RunLine]) -> list[Settings]:
                 "metrics": {
                     tag: _spread([value for value in values if value is not None])
                     | {"which": "best" if direction else "last"}
-                    for tag, direction, values in _measured(members, None)
+                    for tag, direction, values in _measured(members)
                 },
             }
         )
@@ -276,12 +276,12 @@ def _spread(values: Sequence[float]) -> Settings:
     }
 
 
-def _print_groups(groups: list[Settings], lines: Sequence[RunLine], wanted: str | None) -> None:
+def _print_groups(groups: list[Settings], lines: Sequence[RunLine]) -> None:
     columns = [Column("runs", [len(group["runs"]) for group in groups])]
     columns += [Column(name, [group["parameters"][name] for group in groups]) for name in groups[0]["parameters"]]
     if differs([group["experiment"] for group in groups]):
         columns.insert(0, Column("experiment", [group["experiment"] for group in groups]))
-    for tag, direction, _ in _measured(lines, wanted):
+    for tag, direction, _ in _measured(lines):
         own = [group["metrics"].get(tag) for group in groups]
         stars = best_places([entry and entry["mean"] for entry in own], direction)
         cells = [

@@ -289,8 +289,8 @@ def _checkpoints(run: RunData) -> Iterator[Check]:
 def _state(record: RunRecord) -> Check:
     status, state = record.status, record.state
     age = time.time() - float(status.get("heartbeat") or 0)
-    if state == FINISHED:
-        return Check(True, "state", f"finished after {duration(status.get('seconds'))}")
+    if record.has_ended:
+        return Check(True, "state", f"{state} after {duration(status.get('seconds'))}")
     if state == RUNNING:
         stale = age > STALE_SECONDS
         found = f"running, last heartbeat {duration(max(age, 0))} ago, step {status.get('step')}"

@@ -36,7 +36,7 @@ DIRECTION = argument(
 OBJECTIVE = argument(
     "--objective",
     metavar="NAME",
-    help="the metric, or entry of the returned dict, to show (default: the most informative)",
+    help="the metric, or entry of the returned dict, to show (default: that of the sweep, else the most informative)",
 )
 SEVERAL_HELP = "run folders or short ids; a folder that holds runs means all of them"
 
@@ -85,7 +85,7 @@ def ls(arguments: argparse.Namespace) -> int:
         for record in reversed(list(find_runs(place)))
         if arguments.status in (None, record.state) and arguments.experiment in (None, record.experiment)
     ]
-    lines = read_lines(records, read_directions(arguments.direction))
+    lines = read_lines(records, read_directions(arguments.direction), arguments.objective)
     if condition:
         holds, names = read_condition(condition)
         values = [line.values() for line in lines]
@@ -98,11 +98,11 @@ def ls(arguments: argparse.Namespace) -> int:
     lines = lines[: arguments.limit]
     if arguments.json:
         varied = varying(lines)
-        print_json([_as_data(line, arguments.objective, place, varied) for place, line in enumerate(lines)])
+        print_json([_as_data(line, place, varied) for place, line in enumerate(lines)])
     elif not lines:
         print_lines(f"no runs in {place}" + (f" with {condition}" if condition else ""))
     else:
-        _print_lines(lines, arguments.objective)
+        _print_lines(lines)
     return 0
 
 
@@ -134,8 +134,8 @@ def _sorted(lines: list[RunLine], name: str) -> list[RunLine]:
     return sorted(lines, key=key)
 
 
-def _as_data(line: RunLine, wanted: str | None, place: int, varied: dict[str, list[object]]) -> Settings:
-    objective, record = line.objective(wanted), line.record
+def _as_data(line: RunLine, place: int, varied: dict[str, list[object]]) -> Settings:
+    objective, record = line.objective(), line.record
     return {
         "id": line.id,
         "state": record.state,
@@ -154,9 +154,9 @@ def _as_data(line: RunLine, wanted: str | None, place: int, varied: dict[str, li
     }
 
 
-def _print_lines(lines: list[RunLine], wanted: str | None) -> None:
+def _print_lines(lines: list[RunLine]) -> None:
     records = [line.record for line in lines]
-    objectives = [line.objective(wanted) for line in lines]
+    objectives = [line.objective() for line in lines]
     tags = {objective.tag for objective in objectives if objective is not None}
     experiments = [record.experiment for record in records]
     columns = [Column("id", [line.id for line in lines]), Column("state", [record.state for record in records])]

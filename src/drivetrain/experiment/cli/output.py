@@ -23,6 +23,7 @@ STDOUT, STDERR = 1, 2
 MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "dim")}
 STATE_STYLES = {
     "finished": "green",
+    "pruned": "green",
     "running": "blue",
     "failed": "red",
     "timed out": "red",

@@ -231,5 +231,5 @@ def _print_ending(folder: Path, as_json: bool) -> None:
         if value not in (None, 0)
     ]
     print_table(["", ""], rows, styles=STATE_STYLES)
-    hint = "report" if record.state == "finished" else "resume"
+    hint = "report" if record.has_ended else "resume"
     print_lines(f"next: {own_command()} {hint} {shlex.quote(str(folder))}")

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from drivetrain.experiment.records import (
     read_run,
     short_id,
 )
-from drivetrain.experiment.reports.gather import main_metric, telling_settings, varying_settings
+from drivetrain.experiment.reports.gather import common_objective, main_metric, telling_settings, varying_settings
 from drivetrain.experiment.summaries import MetricsSummary, summary_of
 
 DEFAULT_PLACE = "output"
@@ -94,6 +94,8 @@ class RunLine:
     tags: tuple[str, ...]
     note: str
     given_directions: Mapping[str, str]
+    judged_by: str | None = None
+    """The metric or result by which all listed runs are judged; None: the most informative of each."""
 
     @property
     def id(self) -> str:
@@ -124,9 +126,9 @@ class RunLine:
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
 
-    def objective(self, wanted: str | None = None) -> Objective | None:
-        """Return the number to judge the run by: the metric or result of this name, else the most telling metric, else the result."""
-        tag = wanted or main_metric(self.summary.tags) or main_metric(self.results)
+    def objective(self, name: str | None = None) -> Objective | None:
+        """Return the metric or result of this name; without one the number to judge the run by."""
+        tag = name or self.judged_by or main_metric(self.summary.tags) or main_metric(self.results)
         if tag in self.summary.tags:
             own = self.summary.tags[tag]
             return Objective(tag, own.last, own.best(tag, self.directions)[0])
@@ -163,12 +165,17 @@ class RunLine:
         return shown | self.results | metrics | record.settings
 
 
-def read_lines(records: Iterable[RunRecord], directions: Mapping[str, str]) -> list[RunLine]:
-    """Return runs in one line each."""
+def read_lines(
+    records: Iterable[RunRecord], directions: Mapping[str, str], objective: str | None = None
+) -> list[RunLine]:
+    """Return runs in one line each, judged by an objective: the given one, or that of the sweep to which all belong."""
     lines = []
     for record in records:
         tags, note = read_remarks(record.folder)
-        lines.append(RunLine(record, summary_of(record.metrics_path), tuple(tags), note, directions))
+        lines.append(RunLine(record, summary_of(record.metrics_path), tuple(tags), note, directions, objective))
+    common = common_objective(line.record for line in lines)
+    if objective is None and any(common in line.summary.tags or common in line.results for line in lines):
+        lines = [replace(line, judged_by=common) for line in lines]
     return lines
 
 

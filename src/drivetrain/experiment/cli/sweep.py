@@ -11,7 +11,6 @@ import re
 import shlex
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -322,7 +321,6 @@ class LiveTable:
 
     def __init__(self) -> None:
         self._result: SweepResult | None = None
-        self._began: dict[int, float] = {}
         self._terminal: TextIO
         self._live: Live
         self._reader: threading.Thread | None = None
@@ -359,12 +357,6 @@ class LiveTable:
 
     def __call__(self, result: "SweepResult") -> None:
         """Take the result so far."""
-        now = time.monotonic()
-        for trial in result:
-            if trial.status == "running":
-                self._began.setdefault(trial.index, now)
-            else:
-                self._began.pop(trial.index, None)
         self._result = result
 
     def __exit__(
@@ -405,10 +397,8 @@ class LiveTable:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ("trial", "parameters", "state", "metric", "time"):
             table.add_column(name, overflow="fold", no_wrap=name in ("trial", "state", "time"))
-        now, names = time.monotonic(), self._result.varied
+        names = self._result.varied
         for trial in trials[:room]:
-            began = self._began.get(trial.index)
-            seconds = trial.seconds + (0.0 if began is None else now - began)
             table.add_row(
                 str(trial.index),
                 Text(
@@ -416,7 +406,7 @@ class LiveTable:
                 ),
                 Text(trial.status, style=STATE_STYLES.get(trial.status, "")),
                 values_of(trial),
-                f"{seconds:.1f} s",
+                f"{trial.elapsed:.1f} s",
             )
         # Above the table and not as its title, which would be broken at the table's width.
         state, more = Text(f"sweep: {state_of(self._result)}", style="bold"), Text(f"… and {hidden} more")

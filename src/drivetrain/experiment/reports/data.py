@@ -89,6 +89,7 @@ def run_as_data(run: RunData, blobs: Blobs, limits: Limits) -> dict[str, Any]:
         notes.append(f"{left_out} older or very large pictures stay in the run folder only")
     plan = manifest.get("plan")
     return {
+        "objective": next(iter(record.sweep_objectives), None),
         "key": str(record.folder.resolve()),
         "id": short_id(record.folder),
         "name": record.folder.resolve().name,
@@ -149,6 +150,10 @@ def run_as_data(run: RunData, blobs: Blobs, limits: Limits) -> dict[str, Any]:
 def main_objective(runs: Iterable[Mapping[str, Any]]) -> str | None:
     """Return the metric, or else the returned number, by which runs are judged unless somebody chooses another."""
     runs = list(runs)
+    of_sweeps = {run["objective"] for run in runs}
+    for name in of_sweeps if len(of_sweeps) == 1 else ():
+        if any(name in run["metrics"] or name in run["results"] for run in runs):
+            return str(name)
     names = ([name for run in runs for name in run[kind]] for kind in ("metrics", "results"))
     return next((found for found in map(main_metric, names) if found is not None), None)
 

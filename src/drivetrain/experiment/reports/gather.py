@@ -182,6 +182,12 @@ def main_metric(series: Iterable[str]) -> str | None:
     return min(series, key=rank, default=None)
 
 
+def common_objective(records: Iterable[RunRecord]) -> str | None:
+    """Return the first objective of the sweeps that runs belong to, None where not all belong to one, or they differ."""
+    names = {next(iter(record.sweep_objectives), None) for record in records}
+    return names.pop() if len(names) == 1 else None
+
+
 def find_pictures(folder: Path) -> list[PictureFile]:
     """Return the pictures of a run, tag by tag, the newest of each first."""
     found = []

@@ -143,11 +143,20 @@ class SweepResult(Sequence[Trial]):
 
     @property
     def seconds_left(self) -> float | None:
-        """How long the trials that are left will take, by the mean of those that are complete; None where that is not known."""
+        """How long the rest of the sweep will take from this moment on; None where no trial has ended or the total is unknown.
+
+        A trial is expected to take as long as the mean of those that ended and of those that run longer than that.
+        """
         done = [trial.seconds for trial in self._trials if trial.is_over]
+        running = [trial.elapsed for trial in self._trials if trial.status == RUNNING]
         if self.total is None or not done:
             return None
-        return (self.total - len(done)) * sum(done) / len(done) / self.slots
+        mean = sum(done) / len(done)
+        longer = [seconds for seconds in running if seconds > mean]
+        mean = (sum(done) + sum(longer)) / (len(done) + len(longer))
+        rest = [max(0.0, mean - seconds) for seconds in running]
+        waiting = max(0, self.total - len(done) - len(running))
+        return max((sum(rest) + waiting * mean) / self.slots, max(rest, default=0.0))
 
     @property
     def failed(self) -> list[Trial]:

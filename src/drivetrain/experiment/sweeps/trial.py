@@ -41,6 +41,8 @@ class Trial:
     error: str | None = None
     seconds: float = 0.0
     attempts: int = 0
+    began: float | None = None
+    """When the attempt that runs began, by this process's monotonic clock; None where none runs."""
     reported: tuple[int, float] | None = None
     """The step and value of its last report."""
 
@@ -57,14 +59,14 @@ class Trial:
     def begin(self, sweep_folder: Path) -> None:
         """Count a new attempt; the first retry continues from the trial's checkpoint, a further one begins from nothing."""
         self.attempts += 1
-        self.status, self.reported = RUNNING, None
+        self.status, self.reported, self.began = RUNNING, None, time.monotonic()
         if self.run_dir is None or self.attempts > 2:
             suffix = f"-{self.attempts}" if self.attempts > 1 else ""
             self.run_dir = sweep_folder / f"trial-{self.index:04d}{suffix}"
 
     def settle(self, status: str, error: str | None, seconds: float, metrics: dict[str, float]) -> None:
         """Take how an attempt ended."""
-        self.status, self.error, self.metrics = status, error, metrics
+        self.status, self.error, self.metrics, self.began = status, error, metrics, None
         self.seconds += seconds
 
     def judge(self, objectives: Sequence[str], result: object) -> None:
@@ -87,6 +89,11 @@ class Trial:
     def fail(self, error: str) -> None:
         """Count as failed, for this reason."""
         self.status, self.error = FAILED, error
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of all attempts, up to this moment."""
+        return self.seconds + (0.0 if self.began is None else time.monotonic() - self.began)
 
     @property
     def is_over(self) -> bool:

@@ -4,7 +4,7 @@
 // ------------------------------------------------------------------ header, cards, errors
 
 const badge = word =>
-  make("span", { class: `badge ${["running", "finished", "failed", "interrupted", "lost"].includes(word) ? word : ""}` }, word);
+  make("span", { class: `badge ${["running", "finished", "pruned", "failed", "interrupted", "lost"].includes(word) ? word : ""}` }, word);
 
 function showHeader() {
   const one = runs.length === 1 ? runs[0] : null;
@@ -57,7 +57,7 @@ function showCards(run) {
 }
 
 function showErrors() {
-  const found = runs.flatMap(run => [textOf(run.error), ...run.notes].filter(Boolean).map(text => [run, text]));
+  const found = runs.flatMap(run => [run.state === "pruned" ? "" : textOf(run.error), ...run.notes].filter(Boolean).map(text => [run, text]));
   byId("errors").hidden = !found.length;
   const blocks = found.map(([run, text]) =>
     make(
