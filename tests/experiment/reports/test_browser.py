@@ -219,6 +219,33 @@ def test_dragging_zooms_and_a_double_click_shows_everything_again(page):
     page.wait_for(f"{LOSS}.zoom === null && {LOSS}.plotted.scales.x.min === 0 && {LOSS}.resetButton.hidden")
 
 
+def fingers(page, kind, *points):
+    page.call("Input.dispatchTouchEvent", type=f"touch{kind}", touchPoints=[{"x": x, "y": y} for x, y in points])
+
+
+def test_one_finger_reads_values_and_two_fingers_zoom_all_charts(page):
+    x, y, width = over(page)
+    fingers(page, "Start", (x, y))
+    fingers(page, "Move", (x - width / 2 + 20.2 / 59 * width, y))
+    text = page.wait_for("!byId('tooltip').hidden && byId('tooltip').textContent")
+    assert text.startswith("step 20")
+    fingers(page, "End")
+    at = lambda share: (x - width / 2 + share * width, y)
+    fingers(page, "Start", at(0.4), at(0.6))
+    for reach in (0.15, 0.2, 0.3):
+        fingers(page, "Move", at(0.5 - reach), at(0.5 + reach))
+    page.wait_for(f"{LOSS}.zoom && {LOSS}.zoom[1] < 42")
+    low, high = page.evaluate(f"{LOSS}.zoom")
+    assert (low, high) == pytest.approx((59 / 3, 59 * 2 / 3), abs=0.7)  # what was under the fingers still is
+    assert not page.evaluate(f"{LOSS}.resetButton.hidden")
+    assert page.evaluate("[...charts.values()].every(chart => chart.zoom && chart.zoom[0] > 19)")  # drawn or not
+    fingers(page, "Move", at(0.4), at(0.6))
+    page.wait_for(f"{LOSS}.zoom === null")
+    fingers(page, "End")
+    assert page.evaluate("getComputedStyle(document.querySelector('.u-over')).touchAction") == "pan-y"
+    assert page.problems() == []
+
+
 def test_the_legend_hides_curves_by_mouse_and_keyboard(page):
     over(page)
     press = "document.querySelector('#loss .legend button')"
@@ -340,33 +367,48 @@ def ranks_of(values):
     return [sum(other < value for other in values) + (values.count(value) + 1) / 2 for value in values]
 
 
-def kruskal_wallis(groups):
-    """Return the statistic of the test, corrected for ties (Kruskal and Wallis, 1952)."""
-    every = [value for group in groups for value in group]
-    n, ranks = len(every), dict(zip(every, ranks_of(every)))
-    statistic = 12 / (n * (n + 1)) * sum(sum(ranks[v] for v in group) ** 2 / len(group) for group in groups) - 3 * (
-        n + 1
-    )
-    ties = sum(every.count(value) ** 3 - every.count(value) for value in set(every))
-    return statistic / (1 - ties / (n**3 - n))
+def importance(page, columns, scores):
+    return page.evaluate(f"forestImportance({json.dumps(columns)}, {json.dumps(scores)})")
 
 
-@pytest.mark.parametrize("kind", ["names", "numbers", "few numbers"])
-def test_importance_is_that_of_the_kruskal_wallis_test(page, kind):
+def test_importance_sees_parameters_that_act_only_together(page):
     draw = random.Random(3)
-    scores = [draw.choice([draw.gauss(0, 1), 0.5]) for _ in range(40)]
-    values = [draw.choice("abc") if kind == "names" else draw.choice([1, 2, 4]) for _ in scores]
-    if kind == "numbers":
-        values = [draw.random() for _ in scores]
-        scores = [(value - 0.5) ** 2 + draw.gauss(0, 0.02) for value in values]  # the best is in the middle
-    places = [int((rank - 0.5) / 40 * 5) for rank in ranks_of(values)] if kind == "numbers" else values
-    groups = [[score for score, own in zip(scores, places) if own == place] for place in set(places)]
-    expected, k = kruskal_wallis(groups), len(groups)
-    found = page.evaluate(f"importanceOf({json.dumps(values)}, {json.dumps(scores)})")
-    assert found["share"] == pytest.approx(max(0, (expected - k + 1) / (40 - k)), abs=1e-9)
-    assert kind != "numbers" or found["share"] > 0.3
-    trend = None if kind == "names" else pytest.approx(statistics.correlation(ranks_of(values), ranks_of(scores)))
-    assert found["trend"] == trend
+    a, b, noise = ([draw.random() for _ in range(200)] for _ in range(3))
+    names = [draw.choice("abcd") for _ in a]
+    scores = [((x > 0.5) != (y > 0.5)) + 0.1 * draw.random() for x, y in zip(a, b)]
+    found = importance(page, [a, b, noise, names], scores)
+    assert min(found["shares"][:2]) > 0.3 and max(found["shares"][2:]) < 0.05
+    assert found == importance(page, [a, b, noise, names], scores)  # a page does not change when it is opened again
+
+
+def test_importance_is_the_share_of_the_variance_and_takes_all_kinds_of_values(page):
+    draw = random.Random(4)
+    a, b, noise = ([draw.random() for _ in range(200)] for _ in range(3))
+    names, flags = [draw.choice("abcd") for _ in a], [draw.random() < 0.5 for _ in a]
+    both = importance(page, [a, b, noise, names, flags], [x + 2 * y for x, y in zip(a, b)])
+    assert both["shares"] == pytest.approx([0.2, 0.8, 0, 0, 0], abs=0.08) and both["fit"] > 0.9
+    middle = importance(page, [a, b, noise], [(x - 0.5) ** 2 for x in a])
+    assert middle["shares"] == pytest.approx([1, 0, 0], abs=0.1)
+    named = importance(page, [names, flags, noise], ["badc".index(name) + 0.1 * x for name, x in zip(names, a)])
+    assert named["shares"] == pytest.approx([1, 0, 0], abs=0.15)
+    given = [x if name == "a" else None for x, name in zip(a, names)]  # varied under a condition only
+    assert importance(page, [given, noise], [2 * x if name == "a" else 1 for x, name in zip(a, names)])["shares"][0] > 0.4
+    nothing = importance(page, [a, names, flags], noise)
+    assert max(nothing["shares"]) < 0.05 and nothing["fit"] == 0
+
+
+def test_the_importance_of_the_runs_on_the_page_is_shown_with_their_rank_correlation(page):
+    page.evaluate("state.objective = 'train/loss', refresh()")
+    rows = page.evaluate(
+        "[...document.querySelectorAll('#importance tbody tr')].map(row => [...row.cells].map(cell => cell.textContent))"
+    )
+    trends = {name: trend for name, _, trend in rows}
+    scores, depths = [float(place) for place in range(1, 10)], [place % 4 for place in range(1, 10)]
+    depth = statistics.correlation(ranks_of(depths), ranks_of(scores))
+    assert rows[0][0] == "lr" and rows[0][1].endswith(" %") and trends["lr"] == "+1.00" and trends["optimizer"] == "–"
+    assert trends["depth"] == f"{'−' if depth < 0 else '+'}{abs(depth):.2f}"
+    assert "by train/loss when one parameter is shuffled" in page.evaluate("byId('importance-text').textContent")
+    page.evaluate("state.objective = null, refresh()")
 
 
 def test_pictures_and_histograms_have_sliders_over_steps(page):

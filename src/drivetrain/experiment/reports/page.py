@@ -96,7 +96,7 @@ def _style() -> str:
 
 
 def _script() -> str:
-    return "".join(_asset(f"{name}.js") for name in ("runs", "charts", "plots", "report"))
+    return "".join(_asset(f"{name}.js") for name in ("runs", "charts", "forest", "plots", "report"))
 
 
 def _hash(text: str) -> str:

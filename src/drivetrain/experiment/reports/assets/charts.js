@@ -269,7 +269,7 @@ class Chart {
       },
       "log",
     );
-    this.resetButton = make("button", { type: "button", hidden: true, onclick: () => this.show(null) }, "reset zoom");
+    this.resetButton = make("button", { type: "button", hidden: true, onclick: () => this.reset() }, "reset zoom");
     const tools = make("span", { class: "tools" }, this.outside, this.resetButton, this.logButton);
     this.figure = make(
       "figure",
@@ -455,6 +455,7 @@ class Chart {
     this.dot = make("span", { class: "dot", "aria-hidden": "true", hidden: true });
     Object.assign(this.dot.style, { position: "absolute", transform: "translate(-50%, -50%)", pointerEvents: "none" });
     this.plotted.over.append(this.dot);
+    this.listenToFingers(this.plotted.over);
     if (this.zoom) this.plotted.setScale("x", { min: this.zoom[0], max: this.zoom[1] });
   }
 
@@ -480,6 +481,45 @@ class Chart {
     return range;
   }
 
+  /** One finger reads values, two fingers zoom and move all charts; scrolling the page up and down is left to the browser. */
+  listenToFingers(over) {
+    const fingers = new Map(),
+      position = event => event.clientX - over.getBoundingClientRect().left;
+    let held = null;
+    const grip = () => {
+      held = fingers.size === 2 ? [...fingers.values()].map(left => this.plotted.posToVal(left, "x")) : null;
+      if (held) hideTooltip();
+    };
+    const move = event => {
+      if (!fingers.has(event.pointerId)) return;
+      fingers.set(event.pointerId, position(event));
+      if (fingers.size === 1) {
+        this.isPointed = true;
+        this.plotted.setCursor({ left: position(event), top: event.clientY - over.getBoundingClientRect().top });
+      } else if (held) {
+        const [first, second] = fingers.values(),
+          scale = (held[1] - held[0]) / (second - first), // what is under a finger stays under it
+          low = held[0] - first * scale,
+          [from, to] = this.extent;
+        if (scale > 0 && Number.isFinite(scale)) {
+          const range = [Math.max(from, low), Math.min(to, low + over.clientWidth * scale)];
+          if (range[1] - range[0] > 1e-6 * (to - from)) showEverywhere(range[0] <= from && range[1] >= to ? null : range);
+        }
+      }
+    };
+    const leave = event => {
+      if (fingers.delete(event.pointerId)) grip();
+    };
+    over.addEventListener("pointerdown", event => {
+      if (event.pointerType !== "touch") return;
+      fingers.set(event.pointerId, position(event));
+      grip();
+      move(event);
+    });
+    over.addEventListener("pointermove", move);
+    for (const name of ["pointerup", "pointercancel"]) over.addEventListener(name, leave);
+  }
+
   /** Keep the zoom that was dragged. */
   zoomed() {
     const { min, max } = this.plotted?.scales.x ?? {};
@@ -489,15 +529,23 @@ class Chart {
       before = this.zoom;
     this.zoom = min > low + slack || max < high - slack ? [min, max] : null;
     this.resetButton.hidden = !this.zoom;
-    if (this.isGrid && String(before) !== String(this.zoom)) queueMicrotask(() => this.paint());
+    if (String(before) === String(this.zoom)) return;
+    if (this.isPointed) for (const chart of charts.values()) if (!chart.plotted) chart.show(this.zoom); // uPlot moves the others
+    if (this.isGrid) queueMicrotask(() => this.paint());
   }
 
-  /** Show a part of the horizontal axis, or all of it. */
+  /** Show a part of the horizontal axis, or all of it: at once, or when the chart comes near the screen. */
   show(range) {
-    const [min, max] = range ?? this.extent;
-    if (this.plotted && max > min) this.plotted.setScale("x", { min, max });
     this.zoom = range;
     this.resetButton.hidden = !range;
+    const [min, max] = range ?? this.extent ?? [0, 0];
+    if (!this.isNear || !this.plotted) this.isStale = true;
+    else if (this.isGrid) this.paint();
+    else if (max > min) this.plotted.setScale("x", { min, max });
+  }
+
+  reset() {
+    showEverywhere(null);
     this.plot.focus({ preventScroll: true });
   }
 
@@ -627,7 +675,7 @@ class Chart {
     let left = this.plotted.cursor.left >= 0 ? this.plotted.cursor.left : width / 2;
     const centre = this.plotted.posToVal(left, "x"),
       zoom = factor =>
-        this.show(
+        showEverywhere(
           [centre - (centre - low) * factor, centre + (high - centre) * factor].map(value =>
             Math.min(Math.max(value, this.extent[0]), this.extent[1]),
           ),
@@ -655,7 +703,7 @@ class Chart {
         break;
       case "0":
       case "Escape":
-        this.show(null);
+        showEverywhere(null);
         break;
       default:
         return;
@@ -676,6 +724,11 @@ class Chart {
     this.plotted?.destroy();
     this.figure.remove();
   }
+}
+
+/** Show a part of the horizontal axis, or all of it, in every chart. */
+function showEverywhere(range) {
+  for (const chart of charts.values()) chart.show(range);
 }
 
 const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3]];

@@ -86,95 +86,39 @@ function correlation(a, b) {
   return size ? sum((p, q) => p * q) / size : 0;
 }
 
-const NUM_GROUPS = 5,
-  IMPORTANT_FROM = 4;
-/**
- * Return how much of the order of the runs a parameter explains: eta squared of the Kruskal-Wallis test, (H - k + 1) / (n - k), over the k
- * groups of equal values; numbers of which there are many are cut into five groups of about equal size. 0 is no more than chance, 1 everything.
- */
-function importanceOf(values, scores) {
-  const isNumeric = values.every(isNumber),
-    distinct = unique(values.map(shown)),
-    ranks = ranksOf(scores),
-    n = scores.length;
-  let groups = values.map(shown);
-  if (isNumeric && distinct.length > NUM_GROUPS) {
-    const places = ranksOf(values),
-      limit = Math.min(NUM_GROUPS, Math.floor(n / 2));
-    groups = places.map(rank => String(Math.min(limit - 1, Math.floor(((rank - 0.5) / n) * limit))));
-  }
-  const members = new Map();
-  groups.forEach((name, place) => members.set(name, [...(members.get(name) ?? []), ranks[place]]));
-  const k = members.size,
-    middle = (n + 1) / 2,
-    total = ranks.reduce((sum, rank) => sum + (rank - middle) ** 2, 0);
-  if (k < 2 || n <= k || !total) return null;
-  const between = [...members.values()].reduce(
-    (sum, own) => sum + own.length * (own.reduce((a, b) => a + b, 0) / own.length - middle) ** 2,
-    0,
-  );
-  const statistic = ((n - 1) * between) / total; // H, corrected for ties
-  return {
-    share: Math.max(0, Math.min(1, (statistic - k + 1) / (n - k))),
-    trend: isNumeric ? correlation(ranksOf(values), ranks) : null,
-  };
-}
-
-/** Return the varying parameters with their importance, the most important first. */
-function importances() {
-  const among = filtered().filter(run => isNumber(score(run)));
-  const found = varying(among).map(name => {
-    const known = among.filter(run => parameter(run, name) !== null);
-    return {
-      name,
-      result:
-        known.length >= IMPORTANT_FROM
-          ? importanceOf(
-              known.map(run => parameter(run, name)),
-              known.map(run => score(run)),
-            )
-          : null,
-      n: known.length,
-    };
-  });
-  return { among, found: found.sort((a, b) => (b.result?.share ?? -1) - (a.result?.share ?? -1)) };
-}
+const POOR_FIT = 0.3;
 
 function showInfluence() {
-  const { among, found } = importances(),
+  const { among, found, fit } = importances(),
     isShown = objective() !== null && among.length >= 3 && found.length > 0;
   byId("influence").hidden = !isShown;
   if (!isShown) return;
   showParallel();
   showScatter();
   const rows = found
-    .filter(one => one.result)
+    .filter(one => one.share !== null)
     .slice(0, 15)
-    .map(({ name, result }) => {
+    .map(({ name, share, trend }) => {
       const fill = make("div", { class: "fill" });
-      fill.style.width = `${100 * result.share}%`;
-      const share = make(
+      fill.style.width = `${100 * share}%`;
+      const bar = make(
         "td",
         {},
         make("div", { class: "track", "aria-hidden": "true" }, fill),
-        make("span", { class: "unseen" }, `${Math.round(100 * result.share)} %`),
+        make("span", { class: "unseen" }, `${Math.round(100 * share)} %`),
       );
       return make(
         "tr",
         {},
         make("th", { scope: "row" }, name),
-        share,
-        make(
-          "td",
-          { class: "number" },
-          result.trend === null ? "–" : `${result.trend < 0 ? "−" : "+"}${Math.abs(result.trend).toFixed(2)}`,
-        ),
+        bar,
+        make("td", { class: "number" }, trend === null ? "–" : `${trend < 0 ? "−" : "+"}${Math.abs(trend).toFixed(2)}`),
       );
     });
   byId("importance").hidden = !rows.length;
   byId("importance").tBodies[0].replaceChildren(...rows);
   byId("importance-text").textContent = rows.length
-    ? `Of ${count(among.length, "run")} that match the filter and have ${objective()}: the share of the order of the runs that one parameter alone explains, as eta squared of the Kruskal–Wallis test (0: no more than chance, 1: all of it). Numbers with many values are cut into ${NUM_GROUPS} groups of equal size, so a best value in the middle counts, too. Next to it Spearman's rank correlation. Parameters that act only together are not seen.`
+    ? `How much worse a forest of random trees orders ${count(among.length, "run")} by ${objective()} when one parameter is shuffled: alone and together with others, 0 to 100 %. The forest explains ${Math.round(100 * fit)} % of the order of runs it has not seen${fit < POOR_FIT ? ", so read this with care" : ""}. Next to it Spearman's rank correlation.`
     : `Importance needs at least ${IMPORTANT_FROM} runs, and different values of ${objective()}.`;
 }
 

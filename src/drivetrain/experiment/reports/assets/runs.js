@@ -1,6 +1,6 @@
 "use strict";
-// The runs, what is chosen of them, and the conditions that choose. The files of this folder are one script: runs.js, charts.js, plots.js,
-// report.js. Texts of runs become text nodes or attributes, never markup.
+// The runs, what is chosen of them, and the conditions that choose. The files of this folder are one script: runs.js, charts.js, forest.js,
+// plots.js, report.js. Texts of runs become text nodes or attributes, never markup.
 
 // ------------------------------------------------------------------ small tools
 
