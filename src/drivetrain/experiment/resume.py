@@ -16,7 +16,7 @@ from drivetrain.core.errors import ParameterError, ResumeError
 from drivetrain.core.locking import is_locked
 from drivetrain.core.types import Settings
 from drivetrain.experiment.parameters import BOOKKEEPING, ParameterSet
-from drivetrain.experiment.records import FINISHED, RunRecord, find_by_id, find_runs, is_run, read_run
+from drivetrain.experiment.records import RunRecord, find_by_id, find_runs, is_run, read_run
 from drivetrain.experiment.resolve import Resolved, holds_mask, masked_value
 from drivetrain.experiment.run_folder import plain
 

@@ -392,7 +392,9 @@ def test_importance_is_the_share_of_the_variance_and_takes_all_kinds_of_values(p
     named = importance(page, [names, flags, noise], ["badc".index(name) + 0.1 * x for name, x in zip(names, a)])
     assert named["shares"] == pytest.approx([1, 0, 0], abs=0.15)
     given = [x if name == "a" else None for x, name in zip(a, names)]  # varied under a condition only
-    assert importance(page, [given, noise], [2 * x if name == "a" else 1 for x, name in zip(a, names)])["shares"][0] > 0.4
+    assert (
+        importance(page, [given, noise], [2 * x if name == "a" else 1 for x, name in zip(a, names)])["shares"][0] > 0.4
+    )
     nothing = importance(page, [a, names, flags], noise)
     assert max(nothing["shares"]) < 0.05 and nothing["fit"] == 0
 

@@ -18,7 +18,7 @@ from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.experiment.cli.output import Check, own_command, print_checks
 from drivetrain.experiment.cli.runs import DEFAULT_PLACE, find_run
 from drivetrain.experiment.command_line import JSON, argument
-from drivetrain.experiment.records import FAILED, FINISHED, INTERRUPTED, LOST, RUNNING, RunRecord
+from drivetrain.experiment.records import FAILED, INTERRUPTED, LOST, RUNNING, RunRecord
 from drivetrain.experiment.reports.gather import RunData, duration, gather_run, moment, tail
 from drivetrain.experiment.run_folder import MANIFEST, PARAMETERS, STATUS, read_json
 
