@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 from drivetrain.compat.accelerate import AccelerateRuntime, recognizes
 from drivetrain.core.errors import ConfigError, DrivetrainWarning, ResumeError
 from drivetrain.train.accelerator import TrainerRuntime, as_runtime
-from drivetrain.train.loop import choose_calls
 from drivetrain.train.trainer import Trainer
 from tests.train.tasks import make_data, make_model, make_trainer, train, weights
 
@@ -48,7 +47,7 @@ def test_a_trainer_runs_on_an_accelerator_of_the_users_own():
     train(trainer, eval_dataset=make_data(8))
     train(plain, eval_dataset=make_data(8))
     assert all(map(torch.equal, weights(trainer.model), weights(plain.model)))
-    calls = choose_calls(trainer)
+    calls = trainer._choose_calls()
     assert (calls.backward, calls.step) == (torch.Tensor.backward, trainer.run.stepper.step)  # and the loop is as short
     trainer._accelerator.log({"loss": 1.0})
     assert accelerator.tracked == [{"loss": 1.0}] and trainer._accelerator.sync_gradients

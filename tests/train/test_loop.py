@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from drivetrain.core.errors import NonFiniteLossError, StopTrainingError
 from drivetrain.train.callbacks import TerminateOnNaNCallback, TrainerCallback
-from drivetrain.train.loop import choose_calls
 from drivetrain.train.trainer import Trainer
 from tests.train.tasks import Losses, make_data, make_model, make_trainer, train, weights
 
@@ -191,9 +190,9 @@ def test_the_loop_calls_overridden_hooks_and_else_the_stepper_with_the_same_resu
     plain, same = make_trainer(), make_trainer(cls=Same)
     for trainer in (plain, same):
         train(trainer, make_data(24), num_epochs=2, create_scheduler_fn=schedule)
-    stepper, calls = plain.run.stepper, choose_calls(plain)
+    stepper, calls = plain.run.stepper, plain._choose_calls()
     assert (calls.backward, calls.step, calls.clear) == (torch.Tensor.backward, stepper.step, stepper.clear)
-    calls = choose_calls(same)
+    calls = same._choose_calls()
     assert (calls.backward, calls.step, calls.clear) == (
         same.backward_step,
         same.optimizer_step,

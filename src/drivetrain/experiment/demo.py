@@ -11,11 +11,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import CheckpointError, MissingExtra, ResumeError, StateError
 from drivetrain.core.types import Settings
 from drivetrain.experiment.experiments import experiment
+
+if TYPE_CHECKING:
+    from drivetrain.train.callbacks import TrainerCallback
+    from drivetrain.train.trainer import Trainer
 
 TARGET_ACCURACY = 0.97
 SHOWN_MISTAKES = 6
@@ -181,14 +185,14 @@ def _conclude(folder: Path, epochs: int) -> int:
     return 0
 
 
-def epoch_line(num_epochs: int) -> Any:
+def epoch_line(num_epochs: int) -> "TrainerCallback":
     """Return a callback that prints one line per epoch."""
     from drivetrain.train.callbacks import TrainerCallback
 
     class EpochLine(TrainerCallback):
         """Prints loss and accuracy."""
 
-        def on_eval_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        def on_eval_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
             """Print the line."""
             latest = trainer.run_history.get_latest_metric
             epoch = trainer.run_history.current_epoch

@@ -67,13 +67,13 @@ def evaluation_mode(
 
 
 @contextmanager
-def report_errors(trainer: "Trainer") -> Iterator[None]:
-    """Explain an error, notify every plugin, and close what it holds."""
+def report_errors(trainer: "Trainer", close: Callable[[BaseException], None]) -> Iterator[None]:
+    """Explain an error; `close` reports it to every plugin, which closes what it holds."""
     try:
         yield
     except BaseException as error:
         explained = explain_failure(error, trainer.get_model(), trainer.loss_func, 0)
-        trainer._close_after(explained)
+        close(explained)
         if explained is error:
             raise
         raise explained from error
@@ -145,6 +145,10 @@ class EvaluationLoop(TrainerHooks):
         self._run_eval_epoch(self._eval_dataloader, is_training=False)
         self.evaluation_run_end()
         self.run.fire.eval_standalone_end()
+
+    def evaluate_during_training(self, loader: Iterable[object], is_intermediate: bool = False) -> None:
+        """Evaluate once over a loader as a part of the run, from a callback."""
+        self._run_eval_epoch(loader, is_intermediate=is_intermediate)
 
     def _run_eval_epoch(self, dl: Iterable[object], is_training: bool = True, is_intermediate: bool = False) -> None:
         """Evaluate once over the data, every sample counted once; what training needs is restored afterwards.
@@ -227,7 +231,7 @@ class EvaluationLoop(TrainerHooks):
                 plan.after_epoch = True
             else:
                 plan.unfinished = "evaluation"
-                self._run_intermediate_evaluation()
+                self.evaluate_between_steps()
                 if not plan.was_cut:
                     plan.unfinished = ""
                 self._handle_requests()
@@ -236,7 +240,7 @@ class EvaluationLoop(TrainerHooks):
         """Act on a stop or a signal of any rank, outside a step."""
         raise NotImplementedError  # `TrainerLoop` ends runs
 
-    def _run_intermediate_evaluation(self) -> None:
+    def evaluate_between_steps(self) -> None:
         """Evaluate between two steps; then a plateau schedule and the callbacks that watch a metric act on it."""
         self._run_eval_epoch(self._eval_dataloader, is_intermediate=True)
         if self.run.evaluation.was_cut:

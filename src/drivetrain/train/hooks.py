@@ -10,14 +10,12 @@ from torch import Tensor, nn
 from drivetrain.context.state import State
 from drivetrain.core.errors import StopTrainingError, TrainingStopped
 from drivetrain.core.types import Settings
-from drivetrain.module.wrapping import unwrap
 from drivetrain.optim.positions import compile_state_schedule, follows_state
 from drivetrain.train import loaders
 from drivetrain.train.accelerator import TrainerRuntime
 from drivetrain.train.batches import (
     BatchForm,
     BatchOutput,
-    WholeForm,
     batch_size_of,
     call_generate,
     carried_loss,
@@ -381,12 +379,5 @@ class TrainerHooks:
         return loss["loss"] if "loss" in loss else sum(loss.values())  # type: ignore[return-value]
 
     def _form_of(self, batch: object) -> BatchForm:
-        """Return how batches of this type are passed to the model; decided when the type changes."""
-        step, model = self.run.loss, self.model
-        if type(batch) is step.form_type and step.form is not None:
-            return step.form
-        form = step.form = step.find_form(batch, model, self.loss_func is not None)
-        step.form_type = type(batch)
-        own = getattr(unwrap(model), "loss", None) if isinstance(model, nn.Module) else None
-        step.own_loss = own if isinstance(form, WholeForm) else None
-        return form
+        """Return how batches of this type are passed to the model."""
+        return self.run.loss.form_of(batch, self.model, self.loss_func is not None)

@@ -197,7 +197,8 @@ def _probe(trainer: "TrainerHooks", batch: object) -> LossItems:
     """Follow two rows of a batch through the model as it is before compilation; nothing is left behind."""
     rows = batch_size_of(None, batch)
     part = slice_rows(batch, 0, min(2, rows), rows)
-    form, model, loss_func = trainer._form_of(batch), unwrap(trainer.model), trainer.loss_func
+    model, loss_func = unwrap(trainer.model), trainer.loss_func
+    form = trainer.run.loss.form_of(batch, trainer.model, loss_func is not None)
     args, kwargs = form.arguments(part)
 
     def loss() -> object:

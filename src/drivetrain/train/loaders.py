@@ -9,13 +9,14 @@ import os
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from drivetrain.context.moving import move_to_device
+from drivetrain.context.state import State
 from drivetrain.core.arguments import naming
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.core.types import Settings
@@ -41,8 +42,7 @@ from drivetrain.train.settings import TrainSettings
 
 if TYPE_CHECKING:
     from drivetrain.train.accelerator import TrainerRuntime
-    from drivetrain.train.loop import TrainerLoop
-    from drivetrain.train.run import SharedParts
+    from drivetrain.train.run import Run, SharedParts
     from drivetrain.train.trainer import Trainer
 
 
@@ -435,16 +435,23 @@ class DataLoaderSlice:
 
 
 # ---------------------------------------------------------------------- a loop of the user's own
-# A subclass may write out the loop over its batches, as pytorch-accelerated's `_run_train_epoch` does. Such a loop calls the hooks and the
-# callbacks itself. What it cannot know of is done here, around each batch that it takes: moving the batch to the device, the accumulation
-# window, counting, checkpoints, evaluations inside the epoch, limits and signals.
+# A subclass may write out the loop over its batches, as pytorch-accelerated's `_run_train_epoch` does, and call hooks and callbacks itself.
+# Around each batch it takes, this adds the move to the device, the accumulation window, counting, checkpoints, evaluation, limits, signals.
+
+
+class OwnLoopCalls(NamedTuple):
+    """What the Trainer does around the batches of such a loop."""
+
+    begin: Callable[[], None]
+    batches: Callable[[Iterable[object]], Iterator[tuple[object, bool]]]
+    finish: Callable[[bool], bool]
 
 
 class OwnLoop:
     """A loader whose batches are counted as they are taken; everything else about it is the loader's."""
 
-    def __init__(self, trainer: "TrainerLoop", loader: Any):
-        self._trainer, self.loader = trainer, loader
+    def __init__(self, run: "Run", state: State, loader: Any, calls: OwnLoopCalls):
+        self._run, self._state, self.loader, self._calls = run, state, loader, calls
         self._steps: Generator[object, None, None] | None = None
         self._in_step = False
         self.ended = False
@@ -470,10 +477,10 @@ class OwnLoop:
             self._finish()
 
     def _take(self) -> Generator[object, None, None]:
-        trainer, run = self._trainer, self._trainer.run
-        state, clock, stepper = trainer.state, trainer.state.clock, run.stepper
-        trainer._go_on_inside_epoch()
-        for state.batch, last in trainer._batches(self.loader):
+        run, state = self._run, self._state
+        clock, stepper = state.clock, run.stepper
+        self._calls.begin()
+        for state.batch, last in self._calls.batches(self.loader):
             run.inside_step = self._in_step = True
             state.batch_output = None
             if not stepper.is_simple:
@@ -485,10 +492,9 @@ class OwnLoop:
             clock.next_epoch()
 
     def _finish(self) -> bool:
-        trainer, self._in_step = self._trainer, False
-        stepper = trainer.run.stepper
+        self._in_step, stepper = False, self._run.stepper
         closes = stepper.window.closes
         if closes and not stepper.is_simple:
             stepper.end()
-        self.ended = trainer._finish_batch(closes)
+        self.ended = self._calls.finish(closes)
         return self.ended

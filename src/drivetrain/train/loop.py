@@ -24,7 +24,7 @@ from drivetrain.train.batches import BatchOutput, batch_size_of, join_batch_outp
 from drivetrain.train.evaluation import EvaluationLoop
 from drivetrain.train.failures import explain_failure
 from drivetrain.train.items import Part, items_of
-from drivetrain.train.loaders import OwnLoop
+from drivetrain.train.loaders import OwnLoop, OwnLoopCalls
 
 
 class StepCalls(NamedTuple):
@@ -41,27 +41,6 @@ class StepCalls(NamedTuple):
     clear: Callable[[], None]
     track: Callable[[Tensor, Count], None] | None
     """The user's own way to track a loss."""
-
-
-def choose_calls(trainer: "TrainerLoop") -> StepCalls:
-    """Decide once, before the first step of an epoch, what the loop calls."""
-    run, runtime = trainer.run, trainer.runtime
-    settings, stepper = run.require_settings(), run.stepper
-    clips = settings.gradient_clip_norm is not None or settings.gradient_clip_value is not None
-    is_single = run.units is None and not any(overrides_runtime(runtime, name) for name in ("backward", "step"))
-    is_own_backward = not is_single or trainer.overrides("backward_step")
-    is_own_step = not is_single or run.repeat.is_wanted or trainer.overrides("optimizer_step")
-    is_weighted = is_own_backward or not stepper.is_simple or not stepper.guard.is_immediate
-    return StepCalls(
-        backward=trainer.backward_step if is_own_backward else stepper.backward if is_weighted else Tensor.backward,
-        is_weighted=is_weighted,
-        clip=trainer._clip_gradients if clips or trainer.overrides("_clip_gradients") else None,
-        step=trainer.optimizer_step if is_own_step else stepper.step,
-        schedule=trainer.scheduler_step if run.schedules_each_step else None,
-        is_own_schedule=trainer.overrides("scheduler_step"),
-        clear=trainer.optimizer_zero_grad if trainer.overrides("optimizer_zero_grad") else stepper.clear,
-        track=trainer._update_loss_tracker if trainer.overrides("_update_loss_tracker") else None,
-    )
 
 
 class TrainerLoop(EvaluationLoop):
@@ -155,9 +134,11 @@ class TrainerLoop(EvaluationLoop):
 
     def _train_once_over_the_data(self) -> bool:
         """Run a training epoch, which a subclass may write out itself; True means that a limit or a stop ended the run."""
-        run, clock, own_loop = self.run, self.state.clock, OwnLoop(self, self._train_dataloader)
+        run, clock = self.run, self.state.clock
+        calls = OwnLoopCalls(self._go_on_inside_epoch, self._batches, self._finish_batch)
+        own_loop = OwnLoop(run, self.state, self._train_dataloader, calls)
         epoch, run.epoch_is_recorded = clock.epoch, False
-        self._calls = choose_calls(self)
+        self._calls = self._choose_calls()
         try:
             ended = bool(self._run_train_epoch(own_loop)) or own_loop.ended
             own_loop.close()
@@ -168,6 +149,26 @@ class TrainerLoop(EvaluationLoop):
         if not run.epoch_is_recorded:
             self._record_epoch_metrics("train")
         return ended
+
+    def _choose_calls(self) -> StepCalls:
+        """Decide once, before the first step of an epoch, what the loop calls."""
+        run, runtime = self.run, self.runtime
+        settings, stepper = run.require_settings(), run.stepper
+        clips = settings.gradient_clip_norm is not None or settings.gradient_clip_value is not None
+        is_single = run.units is None and not any(overrides_runtime(runtime, name) for name in ("backward", "step"))
+        is_own_backward = not is_single or self.overrides("backward_step")
+        is_own_step = not is_single or run.repeat.is_wanted or self.overrides("optimizer_step")
+        is_weighted = is_own_backward or not stepper.is_simple or not stepper.guard.is_immediate
+        return StepCalls(
+            backward=self.backward_step if is_own_backward else stepper.backward if is_weighted else Tensor.backward,
+            is_weighted=is_weighted,
+            clip=self._clip_gradients if clips or self.overrides("_clip_gradients") else None,
+            step=self.optimizer_step if is_own_step else stepper.step,
+            schedule=self.scheduler_step if run.schedules_each_step else None,
+            is_own_schedule=self.overrides("scheduler_step"),
+            clear=self.optimizer_zero_grad if self.overrides("optimizer_zero_grad") else stepper.clear,
+            track=self._update_loss_tracker if self.overrides("_update_loss_tracker") else None,
+        )
 
     def _run_train_epoch(self, train_dl: Iterable[object]) -> bool:
         """Train once over the data, with the hooks and events around it; True means that a limit or a stop ended the run."""

@@ -26,9 +26,10 @@ from drivetrain.core.types import Settings, StateDict
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.module.loss_items import LossWatch
 from drivetrain.module.stepper import Stepper
+from drivetrain.module.wrapping import unwrap
 from drivetrain.train import loaders
 from drivetrain.train.agreement import Agreement
-from drivetrain.train.batches import BatchForm, BatchOutput, batch_size_of, find_form
+from drivetrain.train.batches import BatchForm, BatchOutput, WholeForm, batch_size_of, find_form
 from drivetrain.train.checkpoints import CheckpointSchedule
 from drivetrain.train.failures import LastGoodState, Recovery
 from drivetrain.train.items import WHOLE, BatchInHand, LossCounting, Part
@@ -101,6 +102,16 @@ class LossStep:
     """The model's `loss(outputs, batch)`, where it has one."""
     watch: LossWatch | None = None
     """Follows the loss function of a compiled model's first batch."""
+
+    def form_of(self, batch: object, model: object, has_loss_func: bool) -> BatchForm:
+        """Return how batches of this type are passed to the model; decided when the type changes."""
+        if type(batch) is self.form_type and self.form is not None:
+            return self.form
+        form = self.form = self.find_form(batch, model, has_loss_func)
+        self.form_type = type(batch)
+        own = getattr(unwrap(model), "loss", None) if isinstance(model, nn.Module) else None
+        self.own_loss = own if isinstance(form, WholeForm) else None
+        return form
 
 
 class EvaluationState:

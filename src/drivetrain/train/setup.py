@@ -57,9 +57,18 @@ if TYPE_CHECKING:
 
 
 def prepare_run(
-    trainer: "Trainer", train_kwargs: Settings | None, eval_kwargs: Settings | None, until_end: ExitStack
+    trainer: "Trainer",
+    train_kwargs: Settings | None,
+    eval_kwargs: Settings | None,
+    until_end: ExitStack,
+    *,
+    place: Callable[[], None],
+    make_config: Callable[..., TrainerRunConfig],
 ) -> None:
-    """Fill the trainer's run, up to the first event; `until_end` is closed when the run has ended."""
+    """Fill the trainer's run, up to the first event; `until_end` is closed when the run has ended.
+
+    `place` and `make_config` are the Trainer's own ways to place model and loaders and to describe the run.
+    """
     run, state = trainer.run, trainer.state
     settings = run.require_settings()
     check_model(state.model, state.loss_fn, trains=True)
@@ -84,10 +93,10 @@ def prepare_run(
         _make_loaders(trainer, train_kwargs, eval_kwargs)
 
     run.measures.train_items = LossCounting(run.shared.options.count_items)
-    trainer._prepare_model_optimizer_and_dataloaders()
+    place()
     trainer.runtime = as_runtime(trainer.runtime)  # an override may have made another one
     _make_stepper(trainer)
-    config = run.config = trainer._create_run_config(
+    config = run.config = make_config(
         per_device_batch_size=settings.per_device_batch_size,
         num_epochs=settings.epochs,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
@@ -121,12 +130,15 @@ def place_everything(trainer: "Trainer") -> None:
     if run.data.evaluation is not None:
         limit = overfit or settings.limit_eval_batches
         run.data.evaluation = loaders.prepare(trainer.device, run.data.evaluation, limit)
-        trainer._check_eval_batch_size()
-    trainer.engine.call("on_loaders_made")
 
 
 def prepare_evaluation(
-    trainer: "Trainer", batch_size: int, kwargs: Settings | None, limit_batches: int | float | None
+    trainer: "Trainer",
+    batch_size: int,
+    kwargs: Settings | None,
+    limit_batches: int | float | None,
+    *,
+    make_config: Callable[..., TrainerRunConfig],
 ) -> None:
     """Prepare an evaluation outside a training run: loaders, model, metrics, configuration."""
     run = trainer.run
@@ -136,7 +148,7 @@ def prepare_evaluation(
     trainer.model = loaders.move_model(trainer.runtime, trainer.model)
     run.measures.eval_metrics.to(trainer.device)
     run.measures.eval_items = {}
-    run.config = trainer._create_run_config(
+    run.config = make_config(
         per_device_batch_size=batch_size,
         num_epochs=1,
         gradient_accumulation_steps=1,
@@ -145,7 +157,7 @@ def prepare_evaluation(
     )
 
 
-def prepare_loop(trainer: "Trainer") -> None:
+def prepare_loop(trainer: "Trainer", plugins: Callable[[], list[object]]) -> None:
     """Decide what the loop would otherwise ask at every step; plugins have acted at FIT_START."""
     run, state, engine = trainer.run, trainer.state, trainer.engine
     settings, data, measures = run.require_settings(), run.data, run.measures
@@ -174,7 +186,7 @@ def prepare_loop(trainer: "Trainer") -> None:
     measures.has_train_metrics = bool(measures.train_metrics)
     for metrics in (measures.train_metrics, measures.eval_metrics):
         metrics.to(trainer.device)
-    _log_steps(trainer)
+    _log_steps(trainer, plugins)
 
     prepare_recovery(run, state, engine.plugins, trainer.logbook, trainer.runtime.print)
     looks_on = engine.listens(Event.AFTER_TRAIN_BATCH) or engine.listens(Event.BEFORE_STEP)
@@ -285,7 +297,7 @@ def check_generation(trainer: "Trainer", arguments: Mapping[str, object] | None)
         check_generates(trainer.model, trainer.overrides("calculate_generation_batch"))
 
 
-def _log_steps(trainer: "Trainer") -> None:
+def _log_steps(trainer: "Trainer", plugins: Callable[[], list[object]]) -> None:
     """Attach the means that loggers get every few updates, on all ranks if any of them has a logger."""
     run, state, engine = trainer.run, trainer.state, trainer.engine
     every, data, measures = run.require_settings().log_time, run.data, run.measures
@@ -298,7 +310,7 @@ def _log_steps(trainer: "Trainer") -> None:
         if run.restored.step_losses is not None:
             measures.step_losses.load_state_dict(run.restored.step_losses)
     if is_wanted or any(isinstance(plugin, StepLosses) for plugin in engine.plugins):  # those of an earlier run
-        engine.set_plugins(trainer._plugins())
+        engine.set_plugins(plugins())
 
 
 def _check_equal_lengths(batches: int | None) -> None:

@@ -314,7 +314,10 @@ class Trainer(TrainerLoop):
             self.run_history.reset()
         self.run_history._follow(self.state.clock, starts_over=not is_resumed)
         with warnings_as_errors(self.strict), ExitStack() as until_end:
-            setup.prepare_run(self, train_dataloader_kwargs, eval_dataloader_kwargs, until_end)
+            place, make_config = self._prepare_model_optimizer_and_dataloaders, self._create_run_config
+            setup.prepare_run(
+                self, train_dataloader_kwargs, eval_dataloader_kwargs, until_end, place=place, make_config=make_config
+            )
             update = partial(self._callbacks_changed, self.callback_handler)
             with StopSignals() as run.agreement.signals, watched_ranks(run, self.state.clock, self.device, update):
                 self._run_training()
@@ -364,9 +367,11 @@ class Trainer(TrainerLoop):
         self.run_history._follow(self.state.clock)
         if reset_run_history:
             self.run_history.reset()
-        setup.prepare_evaluation(self, per_device_batch_size, dataloader_kwargs, limit_batches)
+        setup.prepare_evaluation(
+            self, per_device_batch_size, dataloader_kwargs, limit_batches, make_config=self._create_run_config
+        )
         history, before = self.run_history, self.run_history._counts()
-        with report_errors(self), generating(self.run, chosen):
+        with report_errors(self, self._close_after), generating(self.run, chosen):
             self._run_evaluation()
         new = [name for name, count in history._counts().items() if count > before.get(name, 0)]
         return {name: history.get_latest_metric(name) for name in new}
@@ -416,7 +421,7 @@ class Trainer(TrainerLoop):
         )
         self.model = loaders.move_model(self.runtime, self.model)
         loader = loaders.prepare(self.device, loader, limit_batches)
-        with report_errors(self), generating(self.run, chosen):
+        with report_errors(self, self._close_after), generating(self.run, chosen):
             return run_prediction(self, loader, to_cpu, padding_value, generates=chosen is not None)
 
     def lr_find(
@@ -544,9 +549,12 @@ class Trainer(TrainerLoop):
     def _prepare_model_optimizer_and_dataloaders(self) -> None:
         """Place model, loss and optimizer; make loaders deliver to the device; wrapping waits until weights are loaded."""
         setup.place_everything(self)
+        if self.run.data.evaluation is not None:
+            self._check_eval_batch_size()
+        self.engine.call("on_loaders_made")
 
     def _prepare_loop(self) -> None:
-        setup.prepare_loop(self)
+        setup.prepare_loop(self, self._plugins)
 
     def _create_run_config(
         self,

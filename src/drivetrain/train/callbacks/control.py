@@ -81,7 +81,7 @@ class StepBasedEvaluationCallback(TrainerCallback):
             trainer = self._trainer
             assert trainer is not None
             trainer.print(f"Evaluating after {state.clock.batch} batches")
-            trainer._run_intermediate_evaluation()
+            trainer.evaluate_between_steps()
 
 
 class LimitEvalStepsCallback(TrainerCallback):

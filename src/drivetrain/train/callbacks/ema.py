@@ -185,7 +185,7 @@ class ModelEmaCallback(SaveBestModelCallback):
             try:
                 handler.callbacks = self.callback_handler.callbacks
                 trainer.run_history.set_metric_name_prefix(_PREFIX)
-                trainer._run_eval_epoch(loader, is_intermediate=is_intermediate)
+                trainer.evaluate_during_training(loader, is_intermediate=is_intermediate)
             finally:
                 handler.callbacks = attending
                 trainer.run_history.set_metric_name_prefix(prefix)
