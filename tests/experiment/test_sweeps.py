@@ -534,3 +534,14 @@ def test_names_of_our_own_columns_are_free_for_objectives_and_parameters(tmp_pat
     single = sweep(timed, {"value": [1, 2], "trial": ["a", "b"]}, params=place(tmp_path), objective="seconds")
     assert [(row["value"], row["params.value"]) for row in single.rows()][::2] == [(10.0, 1), (20.0, 2)]
     assert single.rows()[1]["params.trial"] == "b" and single.rows()[1]["trial"] == 1
+
+
+def test_trials_that_return_several_numbers_without_an_objective_are_warned_about_once(tmp_path, caplog):
+    @experiment
+    def several(x: int = 1):
+        return {"loss": x, "seconds": 2}
+
+    result = sweep(several, {"x": [1, 2]}, params={"output_dir": str(tmp_path)})
+    found = [record.getMessage() for record in caplog.records if "no value to compare" in record.getMessage()]
+    assert [trial.value for trial in result] == [None, None]
+    assert len(found) == 1 and "it returned loss, seconds. Choose one with objective=" in found[0]

@@ -47,7 +47,9 @@ codecs.register_error(REPLACED := "drivetrain-replaced", _replaced)
 def print_any_text() -> None:
     """Replace characters that the encoding of stdout or stderr lacks, instead of failing at them."""
     for stream in (sys.stdout, sys.stderr):
-        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+        errors = getattr(stream, "errors", None)
+        is_narrow = errors == "surrogateescape" and codecs.lookup(stream.encoding).name != "utf-8"  # the locale C
+        if (errors == "strict" or is_narrow) and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors=REPLACED)
 
 
@@ -86,6 +88,14 @@ class Parser(argparse.ArgumentParser):
         from drivetrain.core.display import printable_lines
 
         self.exit(BAD_INPUT, printable_lines(f"Error: {message}") + "\n")
+
+    def take_late(self, arguments: argparse.Namespace, words: list[str]) -> list[str]:
+        """Add words that come after an option to the argument that takes several, and return those that are not understood."""
+        several = next((one for one in self._actions if not one.option_strings and one.nargs in ("*", "+")), None)
+        if several is None:
+            return words
+        getattr(arguments, several.dest).extend(word for word in words if not word.startswith("-"))
+        return [word for word in words if word.startswith("-")]
 
     def hint(self, word: str) -> str:
         """Return the end of a sentence about an unknown option: the nearest one, if any is near."""

@@ -92,10 +92,23 @@ def test_version_is_printed(command):
     assert status == 0 and drivetrain.__version__ in out
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_words_may_come_after_options(command, command_json, tmp_path):
+    for number in range(4):
+        make_run(tmp_path, f"run-{number}", lr=0.1 * (number + 1))
+    found = command_json("ls", tmp_path, "-n", "2", "lr<0.35", "--json", "and", "lr>0.15", "--sort", "lr")
+    assert [run["id"] for run in found] == ["run-1", "run-2"]
+    pair = [tmp_path / "digits" / name for name in ("run-0", "run-1")]
+    assert command_json("compare", pair[0], "--json", pair[1])["ids"] == ["run-0", "run-1"]
+    status, _, err = command("ls", tmp_path, "--nope", "lr<1")
+    assert status == 2 and "--nope is not a known argument" in err
+    assert command("show", pair[0], "--json", "more")[0] == 2  # takes one run
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "ascii:surrogateescape"])
 def test_a_terminal_that_lacks_our_characters_gets_others(encoding, tmp_path):
     folder = make_run(tmp_path, state="failed")
     environment = {**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "100"}
+    encoding = encoding.partition(":")[0]  # the locale C keeps bytes of file names that it cannot read
     command = [sys.executable, "-m", "drivetrain"]
     for words in (["doctor", str(folder)], ["ls", str(tmp_path)], ["show", str(folder)]):
         done = subprocess.run([*command, *words], capture_output=True, env=environment, check=False)

@@ -73,6 +73,7 @@ def _run_verb(words: list[str]) -> int:
         print_error(unknown_name("verb", chosen, VERBS), "Usage: drivetrain VERB ...    (--help lists all verbs)")
         return BAD_INPUT
     arguments, unknown = build_parser(chosen).parse_known_args(words)
+    unknown = arguments.parser.take_late(arguments, unknown)
     if unknown:
         arguments.parser.error(f"{unknown[0]} is not a known argument{arguments.parser.hint(unknown[0])}")
     from drivetrain.core.errors import DrivetrainError

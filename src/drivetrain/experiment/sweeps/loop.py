@@ -51,6 +51,7 @@ class SweepLoop:
         self.retries, self.on_change = retries, on_change
         self.waiting: deque[Trial] = deque()
         self.running: dict[Future[TrialOutcome], Trial] = {}
+        self._has_warned = False
 
     def run(self, header: Mapping[str, object] | None) -> SweepResult:
         """Run until nothing is left to do; `header` begins the journal of a new sweep."""
@@ -107,6 +108,7 @@ class SweepLoop:
         trial.settle(outcome.status, self._without_secrets(trial, outcome.error), outcome.seconds, metrics)
         if outcome.status == FINISHED:
             trial.judge(self.goal.names, plain(outcome.result))
+            self._warn_without_value(trial)
         self.journal.settle(trial)
         if trial.status == FAILED and trial.attempts <= self.retries:
             logger.warning("trial %d failed and is retried: %s", trial.index, trial.error)
@@ -114,6 +116,17 @@ class SweepLoop:
         else:
             self.sampler.tell(trial)
         self._changed()
+
+    def _warn_without_value(self, trial: Trial) -> None:
+        """Warn once where trials return several numbers and none was chosen to compare them by."""
+        if not self.goal.names and trial.value is None and trial.metrics and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "trial %d has no value to compare trials by: it returned %s. Choose one with objective='...' "
+                "(--objective on the command line), or return a number.",
+                trial.index,
+                ", ".join(trial.metrics),
+            )
 
     def _without_secrets(self, trial: Trial, error: str | None) -> str | None:
         if error is None or not self.work.experiment.parameters.secrets:
