@@ -116,7 +116,7 @@ def test_sizes_that_do_not_divide_leave_layers_whole():
     plan = infer_tp_plan(blocks(Eager), 4)  # four heads of three, and eight hidden features
     assert plan.styles["0.attention.q"] == "colwise" and plan.styles["0.up"] == "colwise"
     plan = infer_tp_plan(blocks(Eager, hidden=9), 2)
-    assert "0.up" not in plan.styles and any("0: down, gate, up stay whole" in text for text in plan.remarks)
+    assert "0.up" not in plan.styles and any("0: down, gate, up are not split" in text for text in plan.remarks)
     plan = infer_tp_plan(blocks(Eager), 6)  # twelve features divide, but not into heads
     assert plan.styles == {}
 
@@ -141,7 +141,7 @@ def test_a_norm_between_two_layers_and_results_used_twice_are_seen():
 
     for cls in (NormBetween, UsedTwice):
         plan = infer_tp_plan(nn.Sequential(cls(), cls()), 2)
-        assert plan.styles == {} and "stay whole" in plan.remarks[0]
+        assert plan.styles == {} and "are not split" in plan.remarks[0]
 
 
 def test_a_model_is_left_as_it_was_and_a_block_that_cannot_be_tried_is_named():

@@ -467,7 +467,7 @@ def test_a_summary_has_at_most_six_lines():
         and "4 were tried" in lines[2]
     )
     assert "no compiler" in lines[3] and "and 1 more" in lines[3] and "third" in lines[5]
-    assert summary(Strategy()) == ["plan: the model as it is"]
+    assert summary(Strategy()) == ["plan: the unchanged model"]
 
 
 def test_what_may_win_gets_the_time_that_nobody_else_needs():

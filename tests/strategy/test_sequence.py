@@ -183,7 +183,7 @@ def test_a_model_with_set_sp_manages_itself_on_its_part_of_the_batch(world2):
     expected = loss_func({"labels": rows[:, 1:]}, model(rows[:, :-1])).item()
     for losses, text in world2(self_managed):
         assert losses[0] == pytest.approx(expected, rel=1e-5)
-        assert "the model manages itself" in text
+        assert "the model splits its sequence itself" in text
 
 
 def test_wrong_settings_and_places_are_refused_by_name():

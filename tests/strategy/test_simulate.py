@@ -203,7 +203,7 @@ def test_a_model_that_needs_all_of_its_blocks_is_simulated_whole():
     task = make_task(CountsItsBlocks(8))
     found = simulate(task, Strategy([]), world=1)
     assert found.failure is None
-    assert any("simulated whole" in note for note in found.notes)
+    assert any("simulated in full" in note for note in found.notes)
     size = 4 * sum(parameter.numel() for parameter in task.model.parameters())
     assert found.memory["params"] == size and found.collectives == {}
 

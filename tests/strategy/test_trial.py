@@ -23,7 +23,7 @@ from drivetrain.strategy.registry import _methods, register_method
 from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.trial import measuring, memory
 from drivetrain.strategy.trial.checking import plain_yardstick
-from drivetrain.strategy.trial.process import MARK, refuse_inside_trial
+from drivetrain.strategy.trial.process import MARK, reject_inside_trial
 from drivetrain.strategy.trial.report import Report, merge
 from drivetrain.strategy.trial.running import TrialPool, run_trial
 from drivetrain.strategy.value import Strategy
@@ -273,7 +273,7 @@ def test_a_script_without_a_main_guard_is_measured_and_hears_the_hint_once(tmp_p
 
 
 def test_a_trial_inside_a_trial_is_refused(monkeypatch):
-    refuse_inside_trial("auto_accelerate")
+    reject_inside_trial("auto_accelerate")
     monkeypatch.setenv(MARK, "1")
     with pytest.raises(ConfigError, match="main guard"):
         run_trial(Strategy([]), make_task(), device=CPU, steps=1, deadline=soon())

@@ -71,7 +71,7 @@ class ScheduleFree(Algorithm):
         if event is Event.INIT:
             self._replace(state)
         elif event is Event.FIT_START:
-            self._refuse_scheduler(state)
+            self._check_scheduler(state)
             self._optimizer(state).train()
         elif event is Event.FIT_END:
             self._optimizer(state).eval()
@@ -103,7 +103,7 @@ class ScheduleFree(Algorithm):
         if self.bn_batches:
             measure_batch_norms(state, self.bn_batches)
 
-    def _refuse_scheduler(self, state: State) -> None:
+    def _check_scheduler(self, state: State) -> None:
         if state.schedulers:
             raise ConfigError(
                 f"ScheduleFree replaces the schedule, but this run has one ({type(state.schedulers[0]).__name__}). Remove "

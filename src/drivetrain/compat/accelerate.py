@@ -98,7 +98,7 @@ def recognizes(folder: Path) -> bool:
 
 def restore(state: State, folder: Path) -> None:
     """Load the folder into a state whose next epoch is then the one the folder names."""
-    _refuse_shards(folder)
+    _check_not_sharded(folder)
     metadata = _read_metadata(folder)
     weights = _first_file(folder, WEIGHTS)
     if weights is None:
@@ -132,7 +132,7 @@ def restore(state: State, folder: Path) -> None:
         )
 
 
-def _refuse_shards(folder: Path) -> None:
+def _check_not_sharded(folder: Path) -> None:
     several = [
         *folder.glob("pytorch_model_fsdp*"),
         *folder.glob("optimizer_[0-9]*.bin"),

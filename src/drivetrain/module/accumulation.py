@@ -22,7 +22,7 @@ _LEAST = 1e-20
 
 
 class AccumulationWindow:
-    """Counts the micro-batches of an update and knows the factors that make their gradients a mean.
+    """Counts the micro-batches of an update and computes the factors that make their gradients a mean.
 
     >>> window = AccumulationWindow(length=2)
     >>> window.begin(last=False); window.opens, window.closes
@@ -55,13 +55,13 @@ class AccumulationWindow:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the micro-batches seen; the next one opens a window."""
+        """Clear the counts. The next micro-batch opens a window."""
         self.count = 0
         self.items: Count = 0  # n summed over this rank's micro-batches
         self.everywhere: Count | None = 0  # n summed over all ranks, or None when only a reduction knows
 
     def begin(self, last: bool) -> None:
-        """Take the next micro-batch into the window; `last` closes a window that is not full."""
+        """Add the next micro-batch to the window. `last` closes a window that is not full."""
         self.opens = self.count == 0
         self.count += 1
         self.closes = last or self.count >= self.length
@@ -77,7 +77,7 @@ class AccumulationWindow:
         return self.scaled(loss, items)
 
     def scaled(self, loss: Tensor, items: Count) -> Tensor:
-        """Return the loss to back-propagate for a micro-batch of so many items; the given one is never changed."""
+        """Return the loss to back-propagate for a micro-batch of this many items. The given loss is not changed."""
         is_number = not isinstance(items, Tensor)
         if self.is_sum:
             return loss if is_number and items == 1 else loss * items  # a rank without samples counts 0
@@ -87,18 +87,18 @@ class AccumulationWindow:
         return loss * as_factor(widened(items) / (self.reference * self.length), loss)
 
     def add(self, items: Count, items_everywhere: Count | None) -> None:
-        """Count the items of a micro-batch, on this rank and on all of them; None where only a reduction knows."""
+        """Count the items of a micro-batch, on this rank and on all ranks; None if only a reduction can give the total."""
         self.items = items if not isinstance(self.items, Tensor) and self.items == 0 else self.items + items
         if self.everywhere is not None:
             self.everywhere = None if items_everywhere is None else self.everywhere + items_everywhere
 
     @property
     def needs_total(self) -> bool:
-        """Whether the items have to be added up over ranks before the window closes."""
+        """Whether the items must be summed over ranks before the window closes."""
         return self.everywhere is None and not self.is_sum
 
     def correction(self, total: Count | None = None) -> Count | None:
-        """Return c for the window that closes, or None when it is exactly one; `total` is N where a reduction found it."""
+        """Return c for the closing window, or None if it is exactly one. `total` is N if a reduction computed it."""
         if self.is_plain:
             return None
         if self.is_sum:
@@ -118,13 +118,13 @@ class AccumulationWindow:
         return {"count": self.count, "items": self.items, "everywhere": self.everywhere, "reference": self.reference}
 
     def load_state_dict(self, state: dict[str, Count | None]) -> None:
-        """Go on with a window that a checkpoint interrupted."""
+        """Continue a window that a checkpoint interrupted."""
         for name in ("count", "items", "everywhere", "reference"):
             setattr(self, name, state[name])
 
 
 def share_of(items: Count, total: Count, world: int = 1) -> Count:
-    """Return `items` over the items of all ranks, times the ranks, over which gradients are averaged; zero where there are none."""
+    """Return `items` over the items of all ranks, times the number of ranks that average gradients; zero if there are no items."""
     if isinstance(total, Tensor):
         return widened(items) * world / widened(total).clamp(min=_LEAST)
     return widened(items) * world / total if total else 0.0
@@ -142,12 +142,12 @@ def widened(count: Count) -> Count:
 
 
 def as_factor(factor: Count, loss: Tensor) -> Count:
-    """Return a factor for a loss in the loss's own type, so that the product has it too."""
+    """Return a factor in the type of the loss, so that the product has this type too."""
     return factor.to(loss.dtype) if isinstance(factor, Tensor) else factor
 
 
 def scale_gradients(parameters: Iterable[Tensor], factor: Count) -> None:
-    """Multiply this rank's part of all gradients by one factor; a tensor factor is not read back."""
+    """Multiply this rank's part of all gradients by one factor. A tensor factor does not synchronize the host."""
     # Whole and sharded gradients may be mixed.
     grads = [local_part(p.grad) for p in parameters if p.grad is not None]
     if grads:
@@ -155,7 +155,7 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Count) -> None:
 
 
 def copy_gradients(parameters: Iterable[Tensor]) -> None:
-    """Move all gradients to memory of their own, where later ones are added to them in place."""
+    """Move all gradients to separate memory, where later ones are added in place."""
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad = parameter.grad.clone()

@@ -1,9 +1,9 @@
 """Add a bias to the attention scores of any model, through one adapter per kind of attention layer.
 
-An `AttentionBias` says what to add to the scaled scores; an adapter knows how many heads a layer has, whether it is causal, and how
-to bring the bias in. Layers of transformers are reached through its attention interface, torch's own multi-head attention through
-its mask, and any other layer that calls `F.scaled_dot_product_attention` by intercepting that call inside it. Parameters, names and
-state-dict keys stay as they are.
+An `AttentionBias` returns what to add to the scaled scores. An adapter knows how many heads a layer has, whether it is causal,
+and how to apply the bias. Layers of transformers are reached through its attention interface, torch's own multi-head attention
+through its mask, and any other layer that calls `F.scaled_dot_product_attention` by intercepting that call. Parameters, names and
+state-dict keys do not change.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class AttentionBias(nn.Module):
     """Set when the bias is read; a layer that never reads it does not use it."""
 
     def scores(self, queries: int, keys: int) -> Tensor:
-        """Return the bias for so many queries, which are the last of so many keys."""
+        """Return the bias for the last `queries` of `keys` positions."""
         raise NotImplementedError
 
     def forward(self, queries: int, keys: int, dtype: torch.dtype) -> Tensor:
@@ -59,7 +59,7 @@ def register_attention(
     causal: str | bool | Callable[[nn.Module], bool],
     inject: Inject | None = None,
 ) -> None:
-    """Register how to bias the attention layers of a class, or of all classes of a name.
+    """Register how to bias the attention layers of a class, or of all classes with a name.
 
     `heads` and `causal` are values, names of attributes, or functions of the layer. Without `inject`, calls of
     `F.scaled_dot_product_attention` inside the layer are intercepted.
@@ -90,7 +90,7 @@ def find_attention(model: nn.Module) -> list[tuple[str, nn.Module, AttentionAdap
 
 
 def unused_biases(model: nn.Module) -> list[str]:
-    """Return the names of the layers that hold a bias and have not asked for it."""
+    """Return the names of the layers that hold a bias and have not used it."""
     holders = [(name, getattr(module, ATTRIBUTE, None)) for name, module in model.named_modules()]
     return [name for name, bias in holders if isinstance(bias, AttentionBias) and not bias.was_used]
 
@@ -117,7 +117,7 @@ def _reader(what: object, kind: type) -> Callable[[nn.Module], Any]:
 
 
 def combine(bias: Tensor, mask: Tensor | None, is_causal: bool = False) -> Tensor:
-    """Return the additive mask of a bias and of what an attention call was given besides."""
+    """Return the additive mask of a bias and of the mask that the attention call received."""
     if is_causal:
         queries, keys = bias.shape[-2:]
         bias = bias.masked_fill(bias.new_ones(queries, keys, dtype=torch.bool).tril().logical_not(), float("-inf"))
@@ -159,7 +159,7 @@ class Intercepted(GeneratedClass):
 
 
 def intercept_attention_calls(module: nn.Module, bias: AttentionBias) -> None:
-    """Give a layer a bias that its calls of `F.scaled_dot_product_attention` will use."""
+    """Give a layer a bias that its calls of `F.scaled_dot_product_attention` use."""
     setattr(module, ATTRIBUTE, bias)
     if not isinstance(module, Intercepted):
         module.__class__ = subclass_of(type(module), Intercepted)
@@ -169,7 +169,7 @@ def intercept_attention_calls(module: nn.Module, bias: AttentionBias) -> None:
 
 
 class BiasedMultihead(GeneratedClass):
-    """Makes a multi-head attention add its bias to the mask it is given."""
+    """Makes a multi-head attention add its bias to the mask it receives."""
 
     batch_first: bool
     num_heads: int
@@ -213,7 +213,7 @@ def bias_multihead(module: nn.Module, bias: AttentionBias) -> None:
 
 
 def leave_fast_path(model: nn.Module) -> None:
-    """Make torch's encoder layers call their attention in evaluation too, instead of one fused kernel that knows no bias."""
+    """Make torch's encoder layers call their attention also in evaluation, instead of one fused kernel that takes no bias."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and isinstance(module.self_attn, BiasedMultihead):
             module.activation_relu_or_gelu = 0  # torch asks this flag before it takes the fused path
@@ -225,7 +225,7 @@ IMPLEMENTATION = "drivetrain_biased"
 
 
 def bias_through_interface(module: nn.Module, bias: AttentionBias) -> None:
-    """Give an attention layer of transformers a bias; its model then attends through our entry of the interface."""
+    """Give an attention layer of transformers a bias. Its model then uses our entry of the attention interface."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -239,7 +239,7 @@ def bias_through_interface(module: nn.Module, bias: AttentionBias) -> None:
 def biased_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> object:
-    """Attend as transformers does with torch's attention, adding the layer's bias where it has one."""
+    """Attend as transformers does with torch's attention, and add the layer's bias if it has one."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     bias = getattr(module, ATTRIBUTE, None)

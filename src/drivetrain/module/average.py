@@ -55,7 +55,7 @@ class AveragedWeights:
         self._update(model, weight)
 
     def update_mean(self, model: nn.Module) -> None:
-        """Take the model into an equal-weight mean; the first call replaces the copy made at the start."""
+        """Add the model to an equal-weight mean. The first call replaces the copy made at the start."""
         self._update(model, 1.0 / (self.num_updates + 1))
 
     @torch.no_grad()
@@ -108,7 +108,7 @@ class AveragedWeights:
         yield from self._shadow.items()
 
     def to(self, device: torch.device | str) -> Self:
-        """Move the shadow to a device and return it; on the host it takes no device memory but a copy per update."""
+        """Move the shadow to a device and return it. On the host it uses no device memory, but each update copies the weights."""
         self._shadow = {name: tensor.to(device) for name, tensor in self._shadow.items()}
         self._kept = {name: tensor.to(device) for name, tensor in self._kept.items()}
         self._plan = None
@@ -122,7 +122,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over saved averages; names and shapes must be those of the model, the tensors may be sharded or full."""
+        """Load saved averages. Names and shapes must match the model; the tensors may be sharded or full."""
         saved = state["shadow"]
         faults = [f"{name}: missing" for name in self._shadow if name not in saved]
         for name, value in saved.items():

@@ -1,8 +1,8 @@
-"""Trade time for memory: forget what a block computed and compute it again for backward (Chen et al., 2016).
+"""Trade time for memory: discard what a block computed and compute it again for backward (Chen et al., 2016).
 
-The block's class becomes a generated subclass, so names, keys, deep copies and `isinstance` stay as they were. Three
-modes: `full` keeps only the block's inputs; `selective` also keeps what is expensive to compute, the results of matrix
-products, convolutions and attention; `offload` keeps the inputs too, but in host memory.
+The block's class becomes a generated subclass, so names, keys, deep copies and `isinstance` do not change. There are three modes:
+`full` keeps only the block's inputs; `selective` also keeps what is expensive to compute, the results of matrix products,
+convolutions and attention; `offload` keeps the inputs in host memory.
 """
 
 import inspect
@@ -33,7 +33,7 @@ class Checkpointed(GeneratedClass):
     _cache_positions: tuple[int, ...]
 
     def forward(self, *args: object, **kwargs: Any) -> object:
-        """Run the block's own forward, keeping little of it when gradients are recorded."""
+        """Run the block's own forward, keeping little of it if gradients are recorded."""
         run = super().forward  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
@@ -52,7 +52,7 @@ class Checkpointed(GeneratedClass):
 
 
 def tracking_norms(module: nn.Module) -> list[nn.modules.batchnorm._NormBase]:
-    """Return the norms inside a module that keep running statistics while they train."""
+    """Return the norms inside a module that update running statistics in training."""
     norms = [child for child in module.modules() if isinstance(child, nn.modules.batchnorm._NormBase)]
     return [norm for norm in norms if norm.training and norm.track_running_stats and norm.running_mean is not None]
 
@@ -168,7 +168,7 @@ def _may_be_kept(name: str) -> bool:
 
 
 def keep_expensive(ctx: object, operation: object, *args: Any, **kwargs: object) -> object:
-    """Keep the results of matrix products, convolutions and attention; recompute what is element-wise."""
+    """Keep the results of matrix products, convolutions and attention, and recompute element-wise operations."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     name = _name_of(operation)

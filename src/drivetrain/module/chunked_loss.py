@@ -29,7 +29,7 @@ SoftmaxStep = Callable[[Tensor, Tensor, int, float], tuple[Tensor, Tensor]]
 
 
 def rows_in_chunk(rows: int, classes: int) -> int:
-    """Return how many rows one chunk has: at most half a GiB of float32 logits, in a number of parts that divides most batches.
+    """Return the number of rows of one chunk: at most half a GiB of float32 logits, in a number of parts that divides most batches.
 
     >>> rows_in_chunk(65536, 50304), rows_in_chunk(100, 10)
     (2048, 100)
@@ -178,6 +178,6 @@ def linear_cross_entropy(
 
 
 def mean_of_kept(total: Tensor, kept: Tensor) -> Tensor:
-    """Return a sum over the rows that are kept as their mean: not a number without any, as torch has it, with zero gradients."""
+    """Return the mean over the rows that are kept, given their sum. Without rows it is NaN, as in torch, with zero gradients."""
     count = kept.sum()
     return torch.where(count > 0, total / count.clamp(min=1), torch.nan)

@@ -1,7 +1,7 @@
 """Compile a model in place: `module.compile()` changes no name and no state-dict key.
 
-Repeated blocks of one class share one compilation, so compiling block by block costs the time of one block, and leaves
-the edges between blocks free for hooks of sharding. Compiling the whole model lets the compiler fuse across blocks.
+Repeated blocks of one class share one compilation. So compiling block by block costs the time of one block, and hooks of sharding
+can run between blocks. Compiling the whole model lets the compiler fuse across blocks.
 """
 
 import functools
@@ -69,7 +69,7 @@ def _call(module: nn.Module, *args: object, **kwargs: object) -> object:
 
 
 def compile_loss(loss_func: Callable[..., object], **torch_compile_kwargs: Any) -> Callable[..., object]:
-    """Return a compiled loss function; a module is compiled in place, so that its keys stay.
+    """Return a compiled loss function. A module is compiled in place, so that its keys do not change.
 
     Where kernels are recorded (CUDA graphs), the next step writes its loss into the same memory: the loss is copied out, so that it may
     be kept.
@@ -95,7 +95,7 @@ class _CopiedOut:
 
 
 def forget_shapes() -> None:
-    """Let the compiler forget which sizes it has seen change.
+    """Reset which sizes the compiler treats as dynamic.
 
     It learns that per line of code, not per model: a trial of a copy with a small batch would make the size of every later batch a
     variable, and kernels for variable sizes are slower. Compiled code stays.
@@ -106,18 +106,18 @@ def forget_shapes() -> None:
 
 
 class GraphBreaks:
-    """Counts graphs, and where the compiler had to leave a gap, since this object was made; a gap runs uncompiled and ends a fusion."""
+    """Counts graphs and graph breaks from its creation on. Code at a graph break runs uncompiled and ends a fusion."""
 
     def __init__(self) -> None:
         self._before, self._graphs_before = self._counted(), self._graphs()
 
     def reasons(self) -> dict[str, int]:
-        """Return how often each reason was met."""
+        """Return how often each reason occurred."""
         now = self._counted()
         return {reason: more for reason, count in now.items() if (more := count - self._before.get(reason, 0)) > 0}
 
     def report(self) -> str:
-        """Report how many there were, and the first reasons; and if no graph was made at all."""
+        """Report the number of graph breaks and the first reasons, or that no graph was made."""
         reasons = self.reasons()
         if not reasons:
             if self._graphs() == self._graphs_before:

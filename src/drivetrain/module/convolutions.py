@@ -1,11 +1,12 @@
-"""What is done to convolutions: channels-last memory, and a first layer that whitens its patches.
+"""Changes to convolutions: channels-last memory, and a first layer that whitens its patches.
 
-Channels-last: convolutions read each pixel's channels in one go, which tensor cores and CPU kernels prefer. Only kernels are laid out
-again; shapes, names and values stay. Inputs must follow, or every first layer converts.
+Channels-last: convolutions read all channels of a pixel together, which tensor cores and CPU kernels prefer. Only the memory
+layout of the kernels changes; shapes, names and values do not. Inputs must have the same layout, or every first layer converts
+them.
 
-Whitening (Page, 2018; Jordan, 2024, arXiv 2404.00498) sets the first layer from the data instead of learning it. Neighbouring pixels have
-nearly the same values. Projected on the principal directions of small patches and scaled to unit variance, the channels are uncorrelated
-and of one size, which an optimizer would otherwise spend its first epochs on.
+Whitening (Page, 2018; Jordan, 2024, arXiv 2404.00498) sets the first layer from the data instead of learning it. Neighbouring
+pixels have nearly the same values. Projected on the principal directions of small patches and scaled to unit variance, the
+channels are uncorrelated and of equal size, which an optimizer would otherwise spend its first epochs on.
 """
 
 import torch
@@ -27,7 +28,7 @@ def to_channels_last(model: nn.Module) -> int:
 
 
 def channels_last_input(tensor: Tensor) -> Tensor:
-    """Return a 4-D or 5-D floating tensor channels-last, anything else as it is."""
+    """Return a 4-D or 5-D floating-point tensor channels-last, and any other value unchanged."""
     if tensor.ndim in _FORMATS and tensor.is_floating_point():
         return tensor.contiguous(memory_format=_FORMATS[tensor.ndim])
     return tensor
@@ -83,7 +84,7 @@ def whitening_kernel(images: Tensor, kernel_size: tuple[int, int], eps: float = 
 
 @torch.no_grad()
 def whiten_convolution(convolution: nn.Conv2d, images: Tensor, eps: float = 5e-4) -> None:
-    """Fill a convolution with the whitening filters of some images, then with their negatives, and freeze its weight.
+    """Set a convolution to the whitening filters of some images and their negatives, and freeze its weight.
 
     Both signs are there because the activation that follows cuts off one. The layer has C·h·w filters, or twice as many; a bias is set to
     zero and stays trainable.

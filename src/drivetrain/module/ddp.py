@@ -1,8 +1,8 @@
-"""Put a model into DistributedDataParallel without losing sight of it.
+"""Wrap a model in DistributedDataParallel and keep its attributes reachable.
 
-The shell passes unknown attributes on to the model: reading `model.config` and setting `model.temperature` work as
-before. What DDP itself defines (`device`, `logger`, `module`...) is DDP's. A method reached through the shell runs on
-the inner module, so gradients are synchronised only when the shell itself is called.
+The wrapper forwards unknown attributes to the model: reading `model.config` and setting `model.temperature` work as before. What
+DDP itself defines (`device`, `logger`, `module`...) is DDP's. A method called through the wrapper runs on the inner module, so
+gradients are synchronised only when the wrapper itself is called.
 """
 
 import inspect
@@ -21,7 +21,7 @@ _ASKED_BY_DDP = frozenset({"buffer_hook"})  # DDP tests for these with hasattr; 
 
 
 class TransparentDDP(DistributedDataParallel):
-    """DistributedDataParallel through which the model's own attributes and methods stay reachable."""
+    """DistributedDataParallel that keeps the model's own attributes and methods reachable."""
 
     def __init__(self, module: nn.Module, **settings: Any):
         super().__init__(module, **settings)
@@ -71,7 +71,7 @@ def _explain_unused(model: DistributedDataParallel, text: str) -> str:
 
 
 def wrap_ddp(model: nn.Module, device: torch.device | str | None = None, **kw: object) -> nn.Module:
-    """Return the model in DDP, averaging gradients over the data ranks.
+    """Return the model in DDP, which averages gradients over the data ranks.
 
     A model without trainable parameters, or already in DDP, is returned as it is. `device` moves the model first;
     keywords are those of DistributedDataParallel, with `gradient_as_bucket_view=True` unless given.
@@ -133,7 +133,7 @@ def _settle_buckets(wrapped: DistributedDataParallel) -> None:
 
 
 def rewrap_ddp(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """Wrap a DDP model again with the same settings, after parameters were frozen, unfrozen or moved.
+    """Wrap a DDP model again with the same settings, after its parameters were frozen, unfrozen or moved.
 
     DDP looks at `requires_grad` and devices only when it is built. Anything that is not in DDP is returned as it is.
     """

@@ -1,9 +1,9 @@
-"""Let a loss see logits that were never computed: a head that passes its input on, and an object that stands for its output.
+"""Compute a loss from logits that are never stored: a head that returns its input, and an object that represents its output.
 
-While the model trains, its final linear layer returns what it was given. The loss function then receives a `DeferredLogits`: it may be
-flattened, shifted, cast and transposed, which only changes the hidden states, and it may be given to `cross_entropy`, which computes the
-loss chunk by chunk. Anything else that is done with it computes the logits after all, so a loss is right whatever it does; that is
-warned of, once, because nothing is saved then.
+In training, the final linear layer of the model returns its input. The loss function receives a `DeferredLogits`. It can be
+flattened, shifted, cast and transposed, which only changes the hidden states, and passed to `cross_entropy`, which computes the
+loss chunk by chunk. Any other operation computes the logits, so every loss is correct. This warns once, because no memory is
+saved then.
 """
 
 import inspect
@@ -25,25 +25,25 @@ _RESHAPES = ("flatten", "view", "reshape", "unflatten", "squeeze", "unsqueeze")
 
 
 class DeferredHead(GeneratedClass):
-    """A final linear layer that leaves its product to the loss while it trains."""
+    """A final linear layer that leaves its product to the loss in training."""
 
     _deferred: "DeferredSource | None"
 
     def forward(self, input: Tensor) -> object:
-        """Return the input in training, or what stands for the logits where the model computes the loss; the logits otherwise."""
+        """Return the input in training, or an object for the logits if the model computes the loss; otherwise the logits."""
         if not self.training:  # type: ignore[attr-defined]
             return super().forward(input)  # type: ignore[misc]
         return input if self._deferred is None else DeferredLogits(input, self._deferred)
 
 
 def defer_head(head: nn.Linear, source: "DeferredSource | None" = None) -> None:
-    """Make a linear layer pass its input on in training, in place; with a `source`, an object that stands for its output."""
+    """Make a linear layer return its input in training, in place; with a `source`, an object that represents its output."""
     head.__dict__["_deferred"] = source
     head.__class__ = subclass_of(type(head), DeferredHead)  # type: ignore[assignment]
 
 
 class DeferredLogits:
-    """Stands for `F.linear(hidden, head.weight, head.bias)` in a loss function."""
+    """Represents `F.linear(hidden, head.weight, head.bias)` in a loss function."""
 
     def __init__(
         self, hidden: Tensor, source: "DeferredSource", dtype: torch.dtype | None = None, is_swapped: bool = False
@@ -101,13 +101,13 @@ class DeferredLogits:
         return self._like(self._hidden[index])
 
     def transpose(self, first: int, second: int) -> object:
-        """Return classes in dimension 1 and the other way round; anything else is computed."""
+        """Move the classes to dimension 1 or back without computing the logits. Other transpositions compute them."""
         if self.ndim == 3 and {first % 3, second % 3} == {1, 2}:
             return self._like(self._hidden, is_swapped=not self._is_swapped)
         return self._computed("transpose").transpose(first, second)
 
     def permute(self, *order: Any) -> object:
-        """Return classes in dimension 1 and the other way round; anything else is computed."""
+        """Move the classes to dimension 1 or back without computing the logits. Other permutations compute them."""
         wanted = tuple(order[0]) if len(order) == 1 and not isinstance(order[0], int) else order
         if self.ndim == 3 and tuple(step % 3 for step in wanted) == (0, 2, 1):
             return self.transpose(1, 2)
@@ -214,7 +214,7 @@ def _chunked(
 
 
 class DeferredSource:
-    """What logits that are not there are made of: the head, and how the loss is cut into chunks."""
+    """The head of deferred logits, and how the loss is split into chunks."""
 
     def __init__(self, head: nn.Linear, chunk: int | None = None, step: SoftmaxStep = loss_and_logit_gradients):
         self.head, self.chunk, self.step = head, chunk, step
@@ -234,7 +234,7 @@ class DeferredSource:
 
 
 class DeferredLoss(DeferredSource):
-    """A loss function of hidden states: the user's own, called with logits that are not there."""
+    """A loss function of hidden states: the user's own, called with deferred logits."""
 
     def __init__(
         self,
@@ -265,8 +265,8 @@ class DeferredLoss(DeferredSource):
 
 
 def find_final_linear(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[str, int, bool]:
-    """Return the name of the linear layer whose output the model returns untouched, which of its output tensors that is, and whether the
-    model computes a loss of its own next to it.
+    """Return the name of the linear layer whose output the model returns unchanged, which of its output tensors that is, and
+    whether the model also computes a loss.
 
     The model runs once on fake tensors, which costs neither memory nor arithmetic.
     """

@@ -1,4 +1,4 @@
-"""The few things the other files need to know about DTensors, without importing them before anybody else does."""
+"""What the other files need to know about DTensors, without importing DTensor first."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: object) -> bool:
-    """Return whether a value is a sharded or replicated tensor; nothing is one before DTensor was imported."""
+    """Return whether a value is a sharded or replicated tensor. DTensor is not imported for this."""
     package = sys.modules.get("torch.distributed.tensor")
     return package is not None and isinstance(value, package.DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return the memory this rank holds of a tensor, which is all of it for an ordinary one."""
+    """Return this rank's part of a tensor, which is all of an ordinary tensor."""
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def like_sharded(value: Tensor, sharded: Tensor) -> Tensor:
-    """Return this rank's shards of a full tensor, laid out like `sharded`, without communication."""
+    """Return this rank's shards of a full tensor, with the layout of `sharded`, without communication."""
     from torch.distributed.tensor import distribute_tensor
 
     full = value.detach().to(device=local_part(sharded).device)
@@ -30,7 +30,7 @@ def like_sharded(value: Tensor, sharded: Tensor) -> Tensor:
 
 
 def fit_tensor(value: Tensor, live: Tensor) -> Tensor:
-    """Return `value` full or sharded as `live` is; gathering a sharded value needs all its ranks."""
+    """Return `value` full or sharded like `live`. Gathering a sharded value needs all its ranks."""
     if is_dtensor(live):
         if not is_dtensor(value):
             return like_sharded(value, live)
@@ -42,7 +42,7 @@ def fit_tensor(value: Tensor, live: Tensor) -> Tensor:
 
 @torch.no_grad()
 def synchronise(tensors: list[Tensor], mesh: "DeviceMesh") -> None:
-    """Give every rank of the mesh the values that its first rank holds."""
+    """Copy the values of the first rank of the mesh to all its ranks."""
     import torch.distributed as dist
 
     for dim in range(mesh.ndim):

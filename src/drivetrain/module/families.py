@@ -1,8 +1,8 @@
 """Which modules of one kind are in one row, and whether they run one after another: the families from which blocks are chosen.
 
-The structure answers most cases: nn.Sequential is a chain, and a list next to a layer that gives one number per member is routed, like
-the experts of a mixture. Where a sample is given, the model runs once on fake tensors and the autograd graph shows whether each member's
-input depends on the output of the one before.
+The structure decides most cases: nn.Sequential is a chain, and a list next to a layer that returns one number per member is
+routed, like the experts of a mixture. With a sample, the model runs once on fake tensors, and the autograd graph shows whether
+each member's input depends on the output of the previous one.
 """
 
 import re
@@ -36,14 +36,14 @@ class Family:
 
     @staticmethod
     def joined(parts: "list[Family]") -> "Family":
-        """Return one family of the members of several, such as the blocks of all stages."""
+        """Return one family with the members of several, such as the blocks of all stages."""
         names = tuple(name for part in parts for name in part.names)
         members = tuple(member for part in parts for member in part.members)
         return Family(cls=parts[0].cls, names=names, members=members, owner=parts[0].owner)
 
 
 def is_plain_container(module: nn.Module) -> bool:
-    """Return whether a module is only a holder: torch's own ModuleList, Sequential or ModuleDict, not a subclass."""
+    """Return whether a module only holds others: torch's own ModuleList, Sequential or ModuleDict, not a subclass."""
     return written_class(module) in _PLAIN
 
 
@@ -149,7 +149,7 @@ def _has_router(family: Family) -> bool:
 
 
 class FakeRun:
-    """One run of a model on fake tensors, made when the first question is asked."""
+    """One run of a model on fake tensors, made at the first query."""
 
     def __init__(self, root: nn.Module, sample: object):
         self.root, self.sample = root, sample
@@ -158,7 +158,7 @@ class FakeRun:
         )
 
     def shows_chain(self, members: tuple[nn.Module, ...]) -> bool | None:
-        """Return whether each member's input depends on the output of the one before; None when the run does not show it."""
+        """Return whether each member's input depends on the output of the previous one; None if the run does not show it."""
         if self._calls is None:
             self._calls = self._run()
         calls = [self._calls[member] for member in members if member in self._calls]

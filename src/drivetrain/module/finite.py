@@ -60,7 +60,7 @@ class NonFinitePolicy:
 
 
 def nonfinite_flag(tensors: Sequence[Tensor]) -> Tensor:
-    """Return 1.0 where an entry of any tensor is not finite, else 0.0: a scalar on their device; the host does not wait for it."""
+    """Return 1.0 if an entry of any tensor is not finite, else 0.0, as a scalar on their device. This does not synchronize the host."""
     found = torch.zeros((), device=tensors[0].device)
     try:
         # Made for gradient scalers. With a scale of one it is the cheapest test of many tensors: one launch, no result for each.
@@ -72,7 +72,7 @@ def nonfinite_flag(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def any_nonfinite(parameters: Iterable[Tensor]) -> bool:
-    """Return whether a gradient on any rank is not finite. The host waits, and all ranks must call this."""
+    """Return whether a gradient on any rank is not finite. This synchronizes the host, and all ranks must call it."""
     import torch.distributed as dist
 
     held = list(parameters)
@@ -144,7 +144,7 @@ def _values(tensor: Tensor) -> Tensor:
 
 
 class StepGuard:
-    """Keeps updates that are not finite, and batches that a plugin rejects, out of the weights, and counts them in a row.
+    """Skips updates that are not finite and batches that a plugin rejects, and counts consecutive ones.
 
     The loop calls `open` before the first forward pass of an update, `seed` or `mark` for each loss, `admits` before the optimizer's
     step and `close` after it. All ranks get the same answers at the same step.
@@ -175,7 +175,7 @@ class StepGuard:
         self._copies: deque[list[Tensor]] = deque(maxlen=3)
 
     def prepare(self, optimizer: Any, model: object, *, is_exchanged: bool, is_judged_elsewhere: bool) -> None:
-        """Look at the optimizer and the model of a run.
+        """Read the optimizer and the model of a run.
 
         `is_exchanged`: several ranks decide together. `is_judged_elsewhere`: a gradient scaler, or the units of an `OptimSet`, test
         for themselves.
@@ -193,7 +193,7 @@ class StepGuard:
         self._is_quick = self.is_immediate and not self._is_large
 
     def open(self) -> None:
-        """Keep running statistics as they are: a batch that is left out must not stay in them."""
+        """Save the running statistics, so that a skipped batch can be removed from them."""
         with torch.no_grad():
             full = len(self._copies) == self._copies.maxlen
             copies = self._copies.popleft() if full else [torch.empty_like(b) for b in self._statistics]
@@ -201,25 +201,26 @@ class StepGuard:
             self._copies.append(copies)
 
     def seed(self, loss: Tensor) -> Tensor | None:
-        """Return the gradient that the backward pass of a loss begins with: None for one, NaN for a loss that is not finite."""
+        """Return the gradient that the backward pass of a loss starts with: None for one, NaN for a loss that is not finite."""
         if loss.is_cpu:
             return None if math.isfinite(loss.item()) else torch.full_like(loss, math.nan)
         return torch.rsub(loss.detach(), 1, alpha=0)  # 1 - 0 * loss
 
     def mark(self, loss: Tensor) -> Tensor:
-        """Return the same loss, whose gradients are NaN where it is not finite."""
+        """Return the same loss, with NaN gradients if it is not finite."""
         seed = self.seed(loss)
         return loss if seed is None else loss * seed
 
     def reject(self, flag: Tensor | bool) -> None:
-        """Leave out the update of the batch in hand where the flag is set; all ranks must pass the same."""
+        """Skip the update of the current batch if the flag is set. All ranks must pass the same flag."""
         if isinstance(flag, bool) and isinstance(self._rejected, bool):
             self._rejected = self._rejected or flag
         else:
             self._rejected = torch.maximum(_number(self._rejected, flag), _number(flag, self._rejected))
 
     def admits(self, norm: Tensor | None = None, loss: Tensor | None = None) -> bool:
-        """Test the gradients, or their norm where it is known, and a loss that was not marked; return whether the optimizer is to step.
+        """Test the gradients, or their norm if it is known, and a loss that was not marked. Return whether the optimizer should
+        step.
 
         A fused optimizer on an accelerator always steps: it finds the flag on itself until `close`.
         """
@@ -265,7 +266,7 @@ class StepGuard:
         return True
 
     def drop_nonfinite(self, parameters: Iterable[Tensor]) -> None:
-        """Remove gradients that are not finite, for an optimizer inside its step, which then has nothing to use. The host waits."""
+        """Remove gradients that are not finite, for an optimizer inside its step. This synchronizes the host."""
         held = [p for p in parameters if p.grad is not None]
         if held:
             flag = self._exchanged(nonfinite_flag([local_part(p.grad) for p in held if p.grad is not None]))
@@ -275,7 +276,7 @@ class StepGuard:
                     parameter.grad = None
 
     def close(self, judged: Sequence[Tensor | bool] | None = None) -> int:
-        """End an update; `judged` is what a scaler or units have left out. Return the verdict that has become known, 0 if all is well."""
+        """End an update. `judged` is what a scaler or units have skipped. Return the outcome that has become known, 0 if it is fine."""
         if self._flagged:
             del self._optimizer.found_inf
             self._flagged = False
@@ -288,13 +289,13 @@ class StepGuard:
         return verdict
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counts; verdicts on their way are waited for."""
+        """Return the counts. This waits for outcomes that are not known yet."""
         for _, verdict in self._late.drain():
             self._count(int(verdict), self._copies[0] if self._copies else None)
         return {"in_a_row": self.in_a_row, "total": self.total, "to_pass_over": self.to_pass_over}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Take the counts back."""
+        """Restore the counts."""
         self.in_a_row, self.total = state["in_a_row"], state["total"]
         self.to_pass_over = state["to_pass_over"]
 

@@ -35,7 +35,7 @@ def supports_fp8(device: torch.device | str) -> bool:
 
 
 def quantize(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return 8-bit values and the float32 factor that brings them back; one factor per slice along `dim`, or one for all.
+    """Return 8-bit values and the float32 factor that converts them back; one factor per slice along `dim`, or one for all.
 
     >>> values, factor = quantize(torch.tensor([1.0, -448.0]), torch.float8_e4m3fn)
     >>> values.float() * factor
@@ -60,7 +60,7 @@ def matmul_fp8(
 def scaled_product(
     a: Tensor, factor_a: Tensor, b: Tensor, factor_b: Tensor, out_dtype: torch.dtype, *, is_fast: bool = False
 ) -> Tensor:
-    """Return the product of 8-bit matrices, brought back by their factors: one each, or one for every row of `a` and column of `b`.
+    """Return the product of 8-bit matrices multiplied by their factors: one each, or one for every row of `a` and column of `b`.
 
     `is_fast` lets the matrix units add up with fewer bits, which is faster and exact enough for forward passes.
     """
@@ -150,7 +150,7 @@ class _RowwiseProduct(torch.autograd.Function):
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer that multiplies in 8 bits; its result has the type of autocast, or else of its input."""
+    """A linear layer that multiplies in 8 bits. Its result has the type of autocast, or else of its input."""
 
     recipe: Recipe = "tensorwise"
     format: Format = "HYBRID"
@@ -181,7 +181,7 @@ class Float8Linear(nn.Linear):
 
 
 def check_fp8(who: str, recipe: str, min_features: int) -> None:
-    """Reject settings that no layer could have."""
+    """Raise for settings that no layer could have."""
     if recipe not in RECIPES:
         raise ConfigError(unknown_name("recipe", recipe, RECIPES, where=who))
     if isinstance(min_features, bool) or not isinstance(min_features, int) or min_features < 1:
@@ -197,7 +197,7 @@ def convert_linears_to_fp8(
     include: Sequence[str] = (),
     format: Format = "HYBRID",
 ) -> list[str]:
-    """Replace the linear layers that gain from 8 bits, and return the names of all that compute so now.
+    """Replace the linear layers that gain from 8 bits, and return the names of all 8-bit layers.
 
     Both sizes must be at least `min_features` and multiples of 16. A layer whose dotted name contains a word of `skip` stays: an
     output layer needs the precision. One whose name contains a word of `include` is replaced at any size, as long

@@ -1,7 +1,7 @@
-"""The weights of a sharded model, whole: for other programs, and for people who call `state_dict()` after training.
+"""The full weights of a sharded model: for other programs, and for calls of `state_dict()` after training.
 
-After `fully_shard` or tensor parallelism each rank holds parts, and `state_dict()` returns them. Between two training runs the model
-answers with plain tensors instead, and `save_pretrained()` of models that have it writes them once. Gathering needs all ranks.
+After `fully_shard` or tensor parallelism each rank holds parts, and `state_dict()` returns them. Between two training runs the
+model returns plain tensors instead, and `save_pretrained()` of models that have it writes them once. Gathering needs all ranks.
 """
 
 from collections import OrderedDict
@@ -26,7 +26,7 @@ DEADLINE = timedelta(minutes=5)
 
 
 def full_state_dict(model: nn.Module, *, prefix: str = "") -> StateDict:
-    """Return the whole state of a model under its own names, sharded tensors gathered on the CPU; all ranks must call this.
+    """Return the full state of a model under its own names, with sharded tensors gathered on the CPU. All ranks must call this.
 
     >>> list(full_state_dict(nn.Linear(2, 1)))
     ['weight', 'bias']
@@ -45,7 +45,7 @@ def full_state_dict(model: nn.Module, *, prefix: str = "") -> StateDict:
 
 
 def gather_on_request(model: nn.Module) -> None:
-    """Let `state_dict()` and `save_pretrained()` of a sharded model give the whole weights, until `give_parts_again`."""
+    """Make `state_dict()` and `save_pretrained()` of a sharded model return the full weights, until `give_parts_again`."""
     module = unwrap(model)
     if not any(is_dtensor(parameter) for parameter in module.parameters()):
         return

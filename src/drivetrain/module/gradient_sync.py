@@ -1,12 +1,13 @@
-"""How gradients become their mean over the data ranks: by DDP, by `fully_shard`, or by us where a wrapper cannot.
+"""How gradients become their mean over the data ranks: by DDP, by `fully_shard`, or by this file where a wrapper cannot.
 
-Three facts decide how gradients of a part of a model can be taken. DDP's reducer needs every parameter's gradient exactly once, so
-anything less runs under `no_sync` and is averaged here. `fully_shard` fills gradients through hooks that `backward(inputs=...)` does
-not trigger, so there all gradients are taken and others' are restored. Compiled graphs free their buffers after one backward unless
-they are configured not to.
+Three facts decide how gradients of a part of a model can be computed. DDP's reducer needs every parameter's gradient exactly
+once, so anything less runs under `no_sync` and is averaged here. `fully_shard` fills gradients through hooks that
+`backward(inputs=...)` does not trigger, so all gradients are computed there and those of other parts restored. Compiled graphs
+free their buffers after one backward unless they are configured not to.
 
-Our own average sends one flat tensor per type and about 25 MB, in the fixed order of the parameters, all at once. A gradient that is
-missing here counts as zero; if it is missing everywhere it stays missing, so that optimizers treat it as on one process.
+Our own average sends one flat tensor per type and about 25 MB, in the fixed order of the parameters, all at once. A gradient that
+is missing on one rank counts as zero. If it is missing on all ranks it stays missing, so that optimizers treat it as on one
+process.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ Group = dist.ProcessGroup | None
 
 
 class GradientSync:
-    """One model as the backward pass sees it, and who averages its gradients."""
+    """One model in the backward pass, and how its gradients are averaged."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -52,7 +53,7 @@ class GradientSync:
         return nullcontext() if self.ddp is None else self.ddp.no_sync()
 
     def reducer_runs(self) -> bool:
-        """Return whether DDP averages the gradients of the backward that comes now."""
+        """Return whether DDP averages the gradients of the next backward."""
         return self.ddp is not None and bool(self.ddp.require_backward_grad_sync)
 
     def group(self) -> "dist.ProcessGroup | None":
@@ -63,13 +64,13 @@ class GradientSync:
         return data_group()
 
     def world(self, distributed: bool) -> int:
-        """Return over how many processes gradients are averaged."""
+        """Return the number of processes over which gradients are averaged."""
         if not is_distributed() or not (distributed or self.ddp is not None or self.is_sharded):
             return 1
         return dist.get_world_size(self.ddp.process_group) if self.ddp is not None else num_data_ranks()
 
     def allow_repeated_backward(self) -> None:
-        """Let compiled graphs be walked more than once: several losses may share one."""
+        """Allow several backward passes through a compiled graph, because several losses may share it."""
         if any(is_compiled_shell(m) or wrapping_of(m) == "module.compile()" for m in self.model.modules()):
             from torch._functorch import config
 
@@ -77,7 +78,7 @@ class GradientSync:
 
 
 def set_synchronisation(model: nn.Module, flag: bool) -> None:
-    """Set whether the next backward averages gradients over ranks, where a wrapper does that."""
+    """Set whether the next backward averages gradients over ranks, if a wrapper does that."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = flag
     elif is_fully_sharded(model):
@@ -111,7 +112,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: Group) -> None:
 
 
 def start_sum_over_ranks(value: Count, device: torch.device | str | None, group: Group = None) -> Callable[[], Count]:
-    """Start to add a number up over the ranks of a group, by default the data ranks.
+    """Start to sum a number over the ranks of a group, by default the data ranks.
 
     The returned function gives the sum, on a device as a tensor that is not read.
     """
@@ -131,7 +132,7 @@ def start_sum_over_ranks(value: Count, device: torch.device | str | None, group:
 
 @torch.no_grad()
 def copy_buffers_from_first_rank(ddp: nn.parallel.DistributedDataParallel) -> None:
-    """Give all ranks the first rank's buffers, as DDP does in the forward passes it synchronises."""
+    """Copy the first rank's buffers to all ranks, as DDP does in the forward passes it synchronises."""
     if not ddp.broadcast_buffers:
         return
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

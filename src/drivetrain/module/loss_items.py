@@ -45,7 +45,7 @@ _SUMMED_WEIGHTS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)  # wit
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossItems:
-    """How much one loss counts, found for one batch and applied to all.
+    """How much one loss counts, found on one batch and applied to all.
 
     >>> labels = torch.tensor([[1, 2, -100], [3, -100, -100]])
     >>> LossItems(kind="labels", path=("labels",), cut=(1, None)).count({"labels": labels})
@@ -69,12 +69,12 @@ class LossItems:
         return self.kind in ("labels", "elements")
 
     def same_as(self, other: "LossItems") -> bool:
-        """Return whether two losses count alike."""
+        """Return whether two losses count in the same way."""
         mine, theirs = (vars(items) | {"weight": _place_of(items.weight)} for items in (self, other))
         return mine == theirs
 
     def count(self, batch: object) -> Count:
-        """Return how many items a batch has; a number for labels on the host, else a tensor on their device, which is not read."""
+        """Return how many items a batch has: a number for labels on the host, else a tensor on their device, which is not read."""
         labels = entry_of(batch, self.path)
         if self.cut is not ALL:
             labels = labels[..., slice(*self.cut)]
@@ -114,12 +114,12 @@ _active: "LossWatch | None" = None
 
 
 def active_watch() -> "LossWatch | None":
-    """Return the watch that is active, for losses that are computed without torch's own functions."""
+    """Return the active watch, for losses that are computed without torch's own functions."""
     return _active
 
 
 class LossWatch(TorchFunctionMode):
-    """Follows the labels of a batch to the loss, while it is active.
+    """Follows the labels of a batch to the loss while it is active.
 
     >>> batch = {"x": torch.randn(2, 3, 5), "labels": torch.tensor([[1, 2, -100], [3, 0, 4]])}
     >>> watch = LossWatch(batch, rows=2)
@@ -158,7 +158,7 @@ class LossWatch(TorchFunctionMode):
         return UNKNOWN if found is None else found
 
     def note(self, loss: Tensor, target: Tensor, ignore_index: int, reduction: str) -> None:
-        """Take in a cross entropy that was computed without torch's own function."""
+        """Record a cross entropy that was computed without torch's own function."""
         self._keep(loss, self._classes(target, None, ignore_index, reduction))
 
     def _keep(self, loss: Tensor, items: LossItems | None) -> None:
@@ -350,7 +350,7 @@ FollowedLoss = tuple[LossItems, list[object]]
 
 
 def follow_loss(model: nn.Module, batch: object, rows: int, compute: Callable[[], object]) -> FollowedLoss:
-    """Follow the loss that `compute` makes of a batch.
+    """Follow the loss that `compute` returns for a batch.
 
     Buffers and random states are as before afterwards. Code that does not run on this batch gives nothing to follow.
     """
@@ -366,7 +366,7 @@ def follow_loss(model: nn.Module, batch: object, rows: int, compute: Callable[[]
 
 
 def agreed_items(first: FollowedLoss, second: FollowedLoss) -> LossItems:
-    """Return what `follow_loss` found in two batches of different size, or `UNKNOWN` where a factor depends on the batch."""
+    """Return what `follow_loss` found in two batches of different size, or `UNKNOWN` if a factor depends on the batch."""
     (items, factors), (others, other_factors) = first, second
     if factors != other_factors:
         return UNKNOWN
@@ -376,7 +376,7 @@ def agreed_items(first: FollowedLoss, second: FollowedLoss) -> LossItems:
 
 
 def without_empty(loss: Tensor, items: Count) -> Tensor:
-    """Return a loss that is zero where it is a mean over nothing, which is not a number: it counts for nothing in the whole."""
+    """Return a loss that is zero where it is a mean over nothing (NaN), because it has no weight in the whole."""
     if isinstance(items, Tensor):
         return torch.where(items > 0, loss, torch.zeros_like(loss))
     return loss if items else torch.nan_to_num(loss, nan=0.0)
@@ -465,7 +465,7 @@ def _tensors(batch: object) -> Iterator[tuple[Path, Tensor]]:
 
 
 def entry_of(batch: Any, path: Path) -> Tensor:
-    """Return the entry of a nested batch that a path leads to."""
+    """Return the entry of a nested batch at a path."""
     for key in path:
         batch = batch[key]
     return batch

@@ -1,4 +1,4 @@
-"""A gradient scaler that is made when it is known to be needed, for optimizers that do not know the precision of the forward pass."""
+"""A gradient scaler that is created on demand, for optimizers that do not know the precision of the forward pass."""
 
 import warnings
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _MAX_NODES = 20_000  # of a graph to look for float16 in; enough for any in whic
 
 
 class Scaling:
-    """The gradient scaler of optimizers that share a backward pass, or the knowledge that there is none.
+    """The gradient scaler of optimizers that share a backward pass, if they need one.
 
     Small float16 gradients vanish, so the loss is multiplied by a large number and gradients are divided by it again (Micikevicius et
     al., 2018). bfloat16 has float32's range and needs none, and neither does anything on a CPU. Whether a scaler exists is decided at
@@ -31,7 +31,7 @@ class Scaling:
     def scaler_for(
         self, loss: Tensor, parameters: Sequence[Tensor], is_wanted: bool, name: str
     ) -> "torch.amp.GradScaler | None":
-        """Return the scaler, deciding on the first call whether there is one."""
+        """Return the scaler. The first call decides whether there is one."""
         if not self._decided:
             self._decided = True
             device = parameters[0].device.type
@@ -45,7 +45,7 @@ class Scaling:
         return self.scaler
 
     def use(self, autocast_dtype: torch.dtype | None) -> None:
-        """Take the precision from whoever knows it; None means no autocast."""
+        """Set the precision; None means no autocast."""
         self.autocast_dtype, self._knows_precision = autocast_dtype, True
 
     def state_dict(self) -> StateDict | None:
@@ -53,7 +53,7 @@ class Scaling:
         return self._waiting if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: StateDict | None, can_scale: bool, name: str) -> None:
-        """Take a saved scale; one that arrives before the first backward waits for the decision."""
+        """Load a saved scale. Before the first backward it is kept until the decision."""
         if not state:
             return
         if self.scaler is not None:
@@ -74,7 +74,7 @@ class Scaling:
 
 
 def computes_in_float16(loss: Tensor) -> bool:
-    """Return whether any gradient on the way back from the loss is float16; autocast is usually left before backward."""
+    """Return whether any gradient in the backward graph of the loss is float16. Autocast is usually left before backward."""
     todo: list[Node | None] = [loss.grad_fn]
     seen: set[Node] = set()
     while todo and len(seen) < _MAX_NODES:

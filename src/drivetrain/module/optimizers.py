@@ -1,4 +1,4 @@
-"""What is done to an optimizer: fused kernels, a state that is split over ranks, and copies of parameters that are trained instead."""
+"""Changes to optimizers: fused kernels, a state that is split over ranks, and copies of parameters that are trained instead."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
@@ -44,7 +44,7 @@ def use_fused_kernels(optimizer: Optimizer) -> bool:
 
 
 def start_momentum(optimizer: Optimizer) -> None:
-    """Let a fused SGD give every parameter its momentum before its first step, as zeros.
+    """Make a fused SGD start every parameter's momentum as zeros before its first step.
 
     Torch makes it at a parameter's first gradient, and its fused kernel fails when parameters get their first gradients in different
     steps: layers that a batch does not use, or that are unfrozen later.
@@ -148,7 +148,7 @@ def _map_tensors(value: object, change: Callable[[Tensor], Tensor]) -> object:
 
 
 class MasterCopies:
-    """Makes an optimizer of copies serve the model's own parameters."""
+    """Makes an optimizer of copies update the model's own parameters."""
 
     _served: list[tuple[nn.Parameter, nn.Parameter]]
     """Pairs of the model's parameter and its copy."""
@@ -159,7 +159,7 @@ class MasterCopies:
 
     @torch.no_grad()
     def collect_gradients(self) -> None:
-        """Give every copy the gradient of its parameter; the host waits once, where copies are on the host."""
+        """Copy the gradient of each parameter to its copy. If copies are on the host, this synchronizes once."""
         moved: set[torch.device] = set()
         for parameter, master in self._served:
             grad, parameter.grad = parameter.grad, None
@@ -183,7 +183,7 @@ class MasterCopies:
 
     @torch.no_grad()
     def step(self, *args: object, **kwargs: object) -> object:
-        """Update the copies and write them back."""
+        """Update the copies and write them back to the parameters."""
         self._follow_parameters()
         if any(parameter.grad is not None for parameter, _ in self._served):
             self.collect_gradients()
@@ -214,7 +214,7 @@ class MasterCopies:
             parameter.grad = None
 
     def state_dict(self) -> StateDict:
-        """Return the optimizer's state, with each copy that is more precise than its parameter next to what is kept about it."""
+        """Return the optimizer's state, including each copy that is more precise than its parameter."""
         state = super().state_dict()  # type: ignore[misc]
         masters, wider = self._masters(), {id(m) for p, m in self._served if p.dtype != m.dtype}
         kept = {
@@ -226,7 +226,7 @@ class MasterCopies:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the copies, and the model's parameters from them; copies that the state has not follow the parameters."""
+        """Restore the copies, and the model's parameters from them. Copies that the state lacks are taken from the parameters."""
         masters = self._masters()
         for parameter, master in self._served:
             master.copy_(parameter)
@@ -245,7 +245,7 @@ class MasterCopies:
 
 
 def served_parameters(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters that an optimizer trains: a model's own also where it holds copies of them."""
+    """Return the parameters that an optimizer trains: the model's own, also if it holds copies of them."""
     originals = {id(master): parameter for parameter, master in getattr(optimizer, "_served", ())}
     return [originals.get(id(p), p) for group in optimizer.param_groups for p in group["params"]]
 
@@ -254,7 +254,7 @@ _generated: dict[type, type] = {}
 
 
 def host_copy(value: Tensor, dtype: torch.dtype, pin_memory: bool) -> Tensor:
-    """Return a copy of a tensor in host memory, in pages that the device can read by itself where that is asked for."""
+    """Return a copy of a tensor in host memory, pinned on request."""
     copy = torch.empty_like(value, dtype=dtype, device="cpu", requires_grad=False, pin_memory=pin_memory)
     return copy.copy_(value.detach())
 

@@ -1,8 +1,8 @@
 """Name, select and split the parameters of a model.
 
-`muon_groups` is the one place that decides which weights an optimizer for matrices (Muon, Jordan et al., 2024) may
-take: those of hidden layers, where the gradient is a matrix that maps one hidden space to another. Tables that are
-looked up, layers that face the outside, gains and biases are left to an optimizer that treats elements one by one.
+`muon_groups` decides which weights an optimizer for matrices (Muon, Jordan et al., 2024) may take: those of hidden layers, where
+the gradient is a matrix that maps one hidden space to another. Embedding tables, input and output layers, gains and biases are
+left to an element-wise optimizer.
 """
 
 import fnmatch
@@ -23,14 +23,14 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 
 
 def named_trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield name and parameter of all that is trained, under the names of the user's own module."""
+    """Yield name and parameter of everything that is trained, under the names of the user's own module."""
     for name, parameter in named_clean_parameters(model):
         if parameter.requires_grad:
             yield name, parameter
 
 
 def select_parameters(model: nn.Module, patterns: str | Iterable[str], *, where: str = "") -> dict[str, nn.Parameter]:
-    """Return the parameters that any pattern names, in the model's order.
+    """Return the parameters that match any pattern, in the model's order.
 
     A pattern is a parameter's name, the dotted name of a module (all its parameters), or either with `*`, `?` and
     `[...]`. A pattern that matches nothing is an error; `where` says in the message where it was written.
@@ -93,7 +93,7 @@ class MuonGroups:
 
 
 def muon_groups(model: nn.Module, *, other: str | Iterable[str] = ()) -> MuonGroups:
-    """Split the trainable parameters of a model for Muon; `other` names more that it must not take.
+    """Split the trainable parameters of a model for Muon. `other` names further parameters that it must not take.
 
     >>> groups = muon_groups(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 2)))
     >>> [name for name, _ in groups.muon], [name for name, _ in groups.other]

@@ -1,10 +1,10 @@
-"""Cut a model into consecutive stages, each with its own part of the user's modules under the user's own names.
+"""Split a model into consecutive stages, each with its own part of the user's modules under the user's own names.
 
-A cut stands before a block. Whatever the code before a cut makes of parameters and the code after it needs is sent from stage to
-stage; what it makes of the inputs alone (masks, positions) is made again, because every rank of a pipeline holds the inputs. Where
-to cut is found by balancing the floating-point operations of a sample, or without one the parameters, of which an embedding's do not
-count: looking up costs nothing. A parameter that is used on both sides of a cut, such as a head that is tied to the embedding, is held by
-each stage that uses it, and their gradients are added up.
+A stage begins at a block. Values that the code before a cut computes from parameters and the code after it needs are sent from
+stage to stage. Values computed from the inputs alone (masks, positions) are computed again, because every rank of a pipeline
+holds the inputs. Cuts balance the floating-point operations of a sample or, without one, the parameters; embeddings do not count,
+because a lookup costs almost nothing. A parameter that is used on both sides of a cut, such as a head tied to the embedding, is
+held by each stage that uses it, and their gradients are summed.
 """
 
 import copy
@@ -27,7 +27,7 @@ from drivetrain.module.wrapping import unwrap
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """A model in stages."""
+    """A model split into stages."""
 
     parts: tuple[StagePart, ...]
     starts: tuple[str, ...]
@@ -51,7 +51,7 @@ def split_model(
     split: str | Sequence[str] = "auto",
     given: Mapping[str, object] | None = None,
 ) -> Split:
-    """Cut a model into stages: at the modules that `split` names, or where the work is balanced.
+    """Split a model into stages: at the modules that `split` names, or where the work is balanced.
 
     `given` holds the arguments of a sample call by name.
 
@@ -163,7 +163,7 @@ def _same_sizes(node: fx.Node, shape: tuple[int, ...]) -> int:
 
 
 def zeros_for(source: Tensor, shape: tuple[int, ...], seen: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros of a shape, with the sizes of an input where they were those of the input when the model was followed."""
+    """Return zeros of a shape, with the sizes of an input where they were those of the input when the model was traced."""
     sizes = [source.shape[i] if i < len(seen) and seen[i] == size else size for i, size in enumerate(shape)]
     return source.new_zeros((), dtype=COMPUTED_IN.get() or dtype).expand(sizes)
 

@@ -1,6 +1,6 @@
 """One stage of a pipeline as a module: the user's own modules under the user's own names, and how schedules call it.
 
-Schedules know tensors only, and a loss wants the model's output as the model gives it. `FlatCall` stands between the two.
+Schedules know only tensors, and a loss needs the model's output in its own form. `FlatCall` converts between the two.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -33,11 +33,11 @@ def in_mode(function: str, *args: object, **kwargs: object) -> Tensor:
 
 
 class Elsewhere(nn.Module):
-    """Stands where the user's model has a module that another stage holds; it has no parameters."""
+    """Replaces a module that another stage holds. It has no parameters."""
 
 
 class StagePart(nn.Module):
-    """One stage: the modules it holds, and the piece of the graph that runs them."""
+    """One stage: the modules it holds, and the part of the graph that runs them."""
 
     compute_dtype: torch.dtype | None = None
     """What sharding casts parameters and inputs to for the forward pass."""
@@ -58,7 +58,7 @@ class StagePart(nn.Module):
         fields["_call"] = None
 
     def begin(self, call: "FlatCall | None") -> None:
-        """Take arguments and give outputs in flat form from now on, as a schedule does; None goes back to the plain form."""
+        """Take arguments and return outputs in flat form from now on, as a schedule does. None switches back to the plain form."""
         vars(self)["_call"] = call
 
     def forward(self, *received: Tensor, **inputs: Any) -> Any:
@@ -83,7 +83,7 @@ class StagePart(nn.Module):
 
 
 class FlatCall:
-    """How one stage is called by schedules, which know tensors only: by numbered tensors that have a row for each sample.
+    """How schedules, which know only tensors, call one stage: with numbered tensors that have a row for each sample.
 
     A call that is `probing` finds out shapes: it leaves buffers alone, and its output is not collected.
     """
@@ -100,12 +100,12 @@ class FlatCall:
         self._collected: list[list[Tensor]] = []
 
     def unflatten_inputs(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the arguments of the model that numbered tensors stand for."""
+        """Return the arguments of the model from numbered tensors."""
         values = {**self._rest, **tensors}
         return tree_unflatten([values[name] for name in self._names], self._form)
 
     def flatten_output(self, output: Any) -> Any:
-        """Return the model's output as a tuple of its tensors; what other stages return is that already."""
+        """Return the model's output as a tuple of its tensors. Outputs of other stages already are one."""
         if not self.is_last:
             self.is_probing = False
             return tuple(tensor.contiguous() for tensor in output)
@@ -118,14 +118,14 @@ class FlatCall:
         return tuple(tensors)
 
     def unflatten_output(self, output: object) -> Any:
-        """Return the model's output that a tensor or tensors stand for."""
+        """Return the model's output from its tensors."""
         tensors = iter(output if isinstance(output, tuple | list) else (output,))
         count = self._output_form.num_leaves
         leaves = [self._output_rest[i] if i in self._output_rest else next(tensors) for i in range(count)]
         return tree_unflatten(leaves, self._output_form)
 
     def joined_output(self, shares: Sequence[Count]) -> Any:
-        """Return the output of all micro-batches: rows one below the other, single numbers averaged by their shares."""
+        """Return the output of all micro-batches: rows concatenated, single numbers averaged by their weights."""
         columns = list(zip(*self._collected))
         joined = [torch.cat(column) if column[0].dim() else _weighted_sum(column, shares) for column in columns]
         self._collected = []
@@ -195,23 +195,23 @@ def mount(root: nn.Module, model: nn.Module, targets: Set[str]) -> None:
 
 
 class LossWeights(Protocol):
-    """How much the losses of parts of a batch count."""
+    """The weights of the losses of partial batches."""
 
     is_sum: bool
     """Whether the losses of parts add up to that of the whole, instead of being averaged."""
 
     @property
     def is_last_pass(self) -> bool:
-        """Whether the batch in hand is the last one before an update."""
+        """Whether the current batch is the last one before an update."""
 
     def items_of(self, inputs: object) -> Count | None:
-        """Return how many items the loss of a model's input is a mean over; None: its samples."""
+        """Return how many items the loss of a model's input is a mean over; None for its samples."""
 
     def gradient_weight(self, items: Count | None) -> Count:
-        """Return what the gradient of a rank's batch is multiplied by."""
+        """Return the factor for the gradient of a rank's batch."""
 
     def amount(self, items: Count | None) -> Count:
-        """Return how much a rank's loss counts in the mean over all data ranks."""
+        """Return the weight of a rank's loss in the mean over all data ranks."""
 
 
 class BySamples:
@@ -230,7 +230,7 @@ class BySamples:
 
 
 def sum_over(tensor: Tensor, ranks: Sequence[int], group: "ProcessGroup", device: torch.device) -> None:
-    """Replace a tensor by its sum over some ranks of a pipeline, exactly the same on all of them."""
+    """Replace a tensor by its sum over some ranks of a pipeline, with identical results on all of them."""
     import torch.distributed as dist
 
     own, first = dist.get_rank(group), ranks[0]
@@ -247,7 +247,7 @@ def sum_over(tensor: Tensor, ranks: Sequence[int], group: "ProcessGroup", device
 
 
 def take_from_first(tensor: Tensor, ranks: Sequence[int], group: "ProcessGroup", device: torch.device) -> None:
-    """Give some ranks of a pipeline the tensor of the first of them."""
+    """Copy the tensor of the first of some pipeline ranks to the others."""
     import torch.distributed as dist
 
     held = tensor.to(device).contiguous()

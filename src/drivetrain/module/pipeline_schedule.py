@@ -40,14 +40,14 @@ SCHEDULES = ("1F1B", "Interleaved1F1B", "GPipe")
 
 
 class PipelineOutput:
-    """What a pipeline returns where the model's output is not: the loss in training, nothing in evaluation."""
+    """What a pipeline returns on ranks without the model's output: the loss in training, nothing in evaluation."""
 
     def __init__(self, loss: Tensor | None = None):
         self._loss = loss
 
     @property
     def loss(self) -> Tensor:
-        """The mean loss of the batch, the same on all ranks; its gradient has been computed already."""
+        """The mean loss of the batch, the same on all ranks. Its gradient has already been computed."""
         if self._loss is None:
             raise ConfigError(
                 "in evaluation the output of a pipeline is on the ranks of its last stage. Call loss_func on all ranks with what the "
@@ -60,7 +60,7 @@ class PipelineOutput:
 
 
 class PipelinedModel(nn.Module):
-    """This rank's stages of a model, under the names of the user's own; calling it runs all ranks' stages."""
+    """This rank's stages of a model, under the user's own names. Calling it runs the stages of all ranks."""
 
     split: Split
     own: tuple[int, ...]
@@ -113,7 +113,7 @@ class PipelinedModel(nn.Module):
 
     @property
     def num_stages(self) -> int:
-        """Over all ranks."""
+        """The number of stages over all ranks."""
         return len(self.split.parts)
 
     @property
@@ -122,11 +122,11 @@ class PipelinedModel(nn.Module):
         return self.own[-1] == self.num_stages - 1
 
     def connect(self, loss_func: Callable[[Any, Any], Any] | None, weights: LossWeights, replicas: int = 1) -> None:
-        """Set what the loss is and how much its parts count; `replicas` ranks (of a tensor axis) hold each loss."""
+        """Set the loss and the weights of its parts. `replicas` ranks (of a tensor axis) hold each loss."""
         vars(self).update(_loss_func=loss_func, _weights=weights, _replicas=replicas)
 
     def wrap_parts(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
-        """Replace each stage by what `wrap` makes of it: in DDP, sharded, or computing in low precision."""
+        """Replace each stage by the result of `wrap`: in DDP, sharded, or computing in low precision."""
         parts = self.parts
         for index, part in enumerate(parts):
             parts[index] = wrap(part)
@@ -142,7 +142,7 @@ class PipelinedModel(nn.Module):
             take_from_first(local_part(parameter.detach()), ranks, self.group, self.device)
 
     def tied_parameters(self) -> list[tuple[nn.Parameter, list[int]]]:
-        """Return the parameters of this rank that others hold too, with the ranks of the pipeline that do, in the same order on all."""
+        """Return the parameters of this rank that others hold too, with the pipeline ranks that do, in the same order on all."""
         ranks = torch.distributed.get_world_size(self.group)
         return [
             (unwrap(part).get_parameter(names[index]), sorted(stage % ranks for stage in names))
@@ -153,7 +153,7 @@ class PipelinedModel(nn.Module):
 
     @torch.no_grad()
     def sum_tied_gradients(self) -> None:
-        """Add up the gradients of parameters that several stages hold, so that all of them make the same step."""
+        """Sum the gradients of parameters that several stages hold, so that all of them make the same step."""
         for parameter, ranks in self.tied_parameters():
             if not parameter.requires_grad:
                 continue
@@ -187,7 +187,7 @@ class PipelinedModel(nn.Module):
         return run(inputs, batch)
 
     def joined_loss(self, inputs: object, outputs: object, loss_func: Callable[[Any, Any], Any]) -> Tensor:
-        """Return the loss of an evaluation on all ranks, each of which must call this."""
+        """Return the loss of an evaluation on all ranks. Each of them must call this."""
         with torch.no_grad():
             loss = _first(loss_func(inputs, outputs)) if self.is_last else torch.zeros((), device=self.device)
         return self._everywhere(loss, self._weights.items_of(inputs))
@@ -437,7 +437,7 @@ def _schedule_class(name: str, chunks: int, num_stages: int, per_rank: int) -> A
 
 
 def read_schedule(name: str) -> str:
-    """Return the schedule of a name in any letter case."""
+    """Return the schedule with a name, in any letter case."""
     by_lower = {schedule.lower(): schedule for schedule in SCHEDULES}
     found = by_lower.get(name.lower().removeprefix("schedule"))
     if found is None:

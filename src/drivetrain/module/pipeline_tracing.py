@@ -1,9 +1,9 @@
-"""Follow a model's forward through its containers, and record what happens between its blocks.
+"""Trace a model's forward through its containers, and record what happens between its blocks.
 
-Blocks, and every other module that contains none, are single steps of the recorded graph: they stay the user's own objects and run
-their own code. Only the code that joins them is traced (`torch.fx`, Reed et al., 2022, arXiv 2112.08429). With a sample at hand each
-value is also computed on fake tensors, so that `if x.dim() == 3` and `for part in x.shape` are decided as the sample decides them
-while sizes stay symbolic, and each step's floating-point operations are counted.
+Blocks, and every other module that contains none, are single nodes of the recorded graph: they stay the user's own objects and
+run their own code. Only the code between them is traced (`torch.fx`, Reed et al., 2022, arXiv 2112.08429). With a sample, each
+value is also computed on fake tensors. So `if x.dim() == 3` and `for part in x.shape` follow the sample while sizes stay
+symbolic, and the floating-point operations of each node are counted.
 """
 
 import inspect
@@ -28,7 +28,7 @@ _UNKNOWN = object()
 
 
 def trace_chain(model: nn.Module, opened: set[nn.Module], given: Mapping[str, object] | None = None) -> fx.Graph:
-    """Return the graph of a model in which all modules but `opened` are single steps.
+    """Return the graph of a model in which all modules except `opened` are single nodes.
 
     `given` holds the arguments of a sample call by name; arguments that are not in it keep their defaults. Without a sample,
     arguments that have defaults keep them, unless the model does nothing with them.
@@ -72,7 +72,7 @@ def _trace(
 
 @contextmanager
 def on_fake_tensors(model: nn.Module) -> Iterator[None]:
-    """Let a transformers model run on fake tensors: without its cache of keys and values, and with experts of plain products.
+    """Make a transformers model run on fake tensors: without its key-value cache, and with experts as plain products.
 
     The grouped product of experts has a rule for fake tensors in bfloat16 alone.
     """
@@ -120,7 +120,7 @@ def with_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
 
 
 def changed_copy(tensor: Tensor, method: str, *args: object, **kwargs: object) -> Tensor:
-    """Return a copy of a tensor that a method has changed in place."""
+    """Return a copy of a tensor after a method changed it in place."""
     return getattr(tensor.clone(), method)(*args, **kwargs)
 
 

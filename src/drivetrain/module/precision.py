@@ -1,8 +1,8 @@
 """What a precision name means: the autocast type, the parameters' type, and whether gradients need scaling.
 
 Mixed precision keeps parameters in float32 and lets autocast choose per operation (Micikevicius et al., 2018). Only float16 on an
-accelerator needs a gradient scaler: bfloat16 has float32's range, and a CPU has no fast float16. `autocast_forward` makes a model compute
-under autocast by itself: its class becomes a generated subclass, so names, keys and copies stay as they were.
+accelerator needs a gradient scaler: bfloat16 has float32's range, and a CPU has no fast float16. `autocast_forward` makes a model
+run under autocast by itself: its class becomes a generated subclass, so names, keys and copies do not change.
 """
 
 import os
@@ -19,7 +19,7 @@ from drivetrain.module.wrapping import GeneratedClass, subclass_of
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """One way to compute; made by `parse_precision`."""
+    """A precision to compute in, made by `parse_precision`."""
 
     name: str
     """The canonical name, which is also what a checkpoint and a run configuration show."""
@@ -35,18 +35,18 @@ class Precision:
         return torch.autocast(device_type, dtype=self.autocast_dtype)
 
     def make_scaler(self, device: torch.device) -> "torch.amp.GradScaler | None":
-        """Return a gradient scaler where float16 needs one, else None."""
+        """Return a gradient scaler if float16 needs one, else None."""
         if self.autocast_dtype is torch.float16 and device.type != "cpu":
             return torch.amp.GradScaler(device.type)
         return None
 
     def cast_parameters(self, model: nn.Module) -> nn.Module:
-        """Cast floating parameters and buffers in place where this precision asks for it."""
+        """Cast floating-point parameters and buffers in place if this precision requires it."""
         return model if self.parameter_dtype is None else model.to(dtype=self.parameter_dtype)
 
 
 def warn_unscaled_float16(reason: str) -> None:
-    """Warn of float16 gradients that nothing scales."""
+    """Warn that float16 gradients are not scaled."""
     warnings.warn(
         f"{reason}: small gradients become zero and large ones infinite. Use 'bf16', or full precision.",
         DrivetrainWarning,
@@ -82,7 +82,7 @@ _ALIASES = {
 
 
 def parse_precision(name: "str | int | Precision | None") -> Precision:
-    """Return the precision of that name; None asks the environment variable that `accelerate launch` sets.
+    """Return the precision with a name. None reads the environment variable that `accelerate launch` sets.
 
     >>> parse_precision("bf16-mixed").name
     'bf16'

@@ -1,7 +1,7 @@
-"""Run a module for a trial: without changing its buffers, or on fake tensors, which need neither memory nor arithmetic.
+"""Run a module as a test: without changing its buffers, or on fake tensors, which need neither memory nor arithmetic.
 
-What a block takes is guessed from its layers: images of as many channels as its first convolution reads, or sequences as wide as its
-first norm or matrix. A block that needs more than that cannot be tried, and the answer is None.
+The input of a block is inferred from its layers: images with the channels of its first convolution, or sequences as wide as its
+first norm or matrix. A block that needs more than that cannot be tried, and the result is None.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _SIDE, _ROWS, _LENGTH = 16, 2, 8
 
 
 def keeps_shape(block: nn.Module) -> bool | None:
-    """Return whether a block returns a tensor of its input's shape; None when it cannot be tried."""
+    """Return whether a block returns a tensor of its input's shape; None if it cannot be tried."""
     shape = _likely_input(block)
     if shape is None:
         return None
@@ -70,7 +70,8 @@ def _run_on_fake_tensor(block: nn.Module, shape: tuple[int, ...]) -> object:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore running statistics and the like afterwards, in place: what was compiled or recorded finds them at the same address.
+    """Restore running statistics and other buffers afterwards, in place, so that compiled or recorded code finds them at the same
+    address.
 
     The host waits for the device at the end.
     """
@@ -87,7 +88,9 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def buffers_copied(model: nn.Module) -> Iterator[None]:
-    """Give a model copies of its buffers for a while. The originals are not written to, so a backward pass that needs them can follow."""
+    """Use copies of a model's buffers inside a context. The originals are not written, so a backward pass that needs them can
+    follow.
+    """
     held = [(child, name, buffer) for child in model.modules() for name, buffer in child._buffers.items()]
     for child, name, buffer in held:
         child._buffers[name] = None if buffer is None else buffer.clone()

@@ -1,10 +1,10 @@
-"""Attention over a sequence whose pieces lie on different ranks.
+"""Attention over a sequence whose parts are on different ranks.
 
-Ulysses (Jacobs et al., 2023, arXiv 2309.14509): before attention each rank trades its piece of the sequence, with all heads, for the
-whole sequence with its share of the heads; afterwards it trades back. Two exchanges of activations, on any device. Ring (Liu et al.,
-2023, arXiv 2310.01889): keys and values go round while queries stay; torch's own, on CUDA.
-
-Calls of `F.scaled_dot_product_attention` are intercepted while a block runs, so any model that uses it can take part.
+Ulysses (Jacobs et al., 2023, arXiv 2309.14509): before attention each rank exchanges its part of the sequence, with all heads,
+for the whole sequence with its share of the heads; afterwards it exchanges them back. This takes two exchanges of activations, on
+any device. Ring (Liu et al., 2023, arXiv 2310.01889): keys and values rotate between ranks while queries stay; torch's own
+implementation, on CUDA. Calls of `F.scaled_dot_product_attention` are intercepted while a block runs, so any model that uses it
+is supported.
 """
 
 import math
@@ -30,7 +30,7 @@ Attend = Callable[[dict[str, Any]], Tensor]
 
 
 class AttentionCalls(TorchFunctionMode):
-    """Hands every call of scaled dot-product attention to a function."""
+    """Passes every call of scaled dot-product attention to a function."""
 
     def __init__(self, attend: Attend):
         super().__init__()
@@ -50,7 +50,7 @@ class AttentionCalls(TorchFunctionMode):
 
 
 class SequenceAttention:
-    """One block's attention: queries, keys and values are this rank's piece of a sequence of `length`."""
+    """The attention of one block: queries, keys and values are this rank's part of a sequence of `length`."""
 
     def __init__(self, group: "ProcessGroup", length: int, ring: "RingAttention | None" = None, notes: Any = None):
         self.group, self.length, self.ring = group, length, ring
@@ -99,7 +99,7 @@ class SequenceAttention:
 
 
 def check_heads(heads: int, size: int) -> None:
-    """Reject a number of heads that does not spread over the ranks."""
+    """Raise if the number of heads does not divide over the ranks."""
     if heads % size:
         sizes = [n for n in range(2, heads + 1) if heads % n == 0]
         raise ConfigError(
@@ -109,7 +109,7 @@ def check_heads(heads: int, size: int) -> None:
 
 
 def with_shared_heads(call: dict[str, Any], size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values; keys and values that several heads share are repeated where they do not divide."""
+    """Return queries, keys and values. Keys and values that several heads share are repeated if they do not divide."""
     query, key, value = call["query"], call["key"], call["value"]
     if key.shape[1] % size:
         repeats = query.shape[1] // key.shape[1]
@@ -118,7 +118,7 @@ def with_shared_heads(call: dict[str, Any], size: int) -> tuple[Tensor, Tensor, 
 
 
 def local_mask(mask: Tensor | None, heads: int, length: int, size: int, rank: int) -> Tensor | None:
-    """Return the mask for this rank's heads; it must be one of the whole sequence."""
+    """Return the mask for this rank's heads. It must cover the whole sequence."""
     if mask is None:
         return None
     if mask.shape[-1] not in (1, length) or (mask.ndim > 1 and mask.shape[-2] not in (1, length)):
@@ -132,14 +132,14 @@ def local_mask(mask: Tensor | None, heads: int, length: int, size: int, rank: in
 
 
 def to_heads(x: Tensor, group: "ProcessGroup", size: int) -> Tensor:
-    """Trade (batch, heads, piece, width) for (batch, heads / size, whole sequence, width)."""
+    """Exchange (batch, heads, part, width) for (batch, heads / size, whole sequence, width)."""
     batch, heads, piece, width = x.shape
     parts = x.reshape(batch, size, heads // size, piece, width).permute(1, 0, 2, 3, 4)
     return _exchange(parts, group).permute(1, 2, 0, 3, 4).reshape(batch, heads // size, size * piece, width)
 
 
 def to_sequence(x: Tensor, group: "ProcessGroup", size: int) -> Tensor:
-    """Trade (batch, heads / size, whole sequence, width) for (batch, heads, piece, width)."""
+    """Exchange (batch, heads / size, whole sequence, width) for (batch, heads, part, width)."""
     batch, heads, length, width = x.shape
     parts = x.reshape(batch, heads, size, length // size, width).permute(2, 0, 1, 3, 4)
     return _exchange(parts, group).permute(1, 0, 2, 3, 4).reshape(batch, size * heads, length // size, width)
@@ -169,7 +169,7 @@ def _exchange(parts: Tensor, group: "ProcessGroup") -> Tensor:
 
 
 class SequenceMultihead(GeneratedClass):
-    """Multi-head attention by `F.scaled_dot_product_attention`, so that it can be intercepted; it returns no weights.
+    """Multi-head attention through `F.scaled_dot_product_attention`, so that it can be intercepted. It returns no weights.
 
     torch's own forward hides that call where a mode cannot see it.
     """
@@ -200,7 +200,7 @@ class SequenceMultihead(GeneratedClass):
 
 
 def open_multihead(block: nn.Module) -> None:
-    """Let the multi-head attention layers inside a block call the function that is intercepted."""
+    """Make the multi-head attention layers inside a block call the intercepted function."""
     for name, module in block.named_modules():
         if not isinstance(module, nn.MultiheadAttention) or isinstance(module, SequenceMultihead):
             continue
@@ -247,7 +247,7 @@ def _added(mask: Tensor, like: Tensor) -> Tensor:
 
 
 class RingAttention:
-    """torch's context-parallel attention on pieces that lie in the order of the ranks."""
+    """torch's context-parallel attention on parts that are in the order of the ranks."""
 
     def __init__(self, mesh: "DeviceMesh"):
         self.mesh = mesh

@@ -1,10 +1,10 @@
-"""Is a model that runs on pieces of a sequence still the same model? Look, once, before it trains.
+"""Check once, before training, that a model computes the same on parts of a sequence.
 
-A block that finds positions from the length it sees (a rotary table cut to `x.shape[1]`), mixes positions by something other than
-attention, or attends without `F.scaled_dot_product_attention` would be silently wrong. So what reaches attention is compared
-between a whole run and a split one: sums of queries, keys and values over the sequence, weighted by position. An error in a position
-changes these by their own size, even in a fresh model whose attention is still flat and whose outputs hardly show it. The outputs are
-compared too.
+A block that derives positions from the length it sees (a rotary table cut to `x.shape[1]`), mixes positions by something other
+than attention, or attends without `F.scaled_dot_product_attention` would be silently wrong. So the inputs of attention are
+compared between a whole run and a split one: sums of queries, keys and values over the sequence, weighted by position. A wrong
+position changes these sums by their own size, even in an untrained model whose attention is still flat and whose outputs hardly
+show it. The outputs are compared too.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _LOOSE = 0.1  # 16 bits: an error of position is ten times that
 
 
 class Fingerprints:
-    """What reached attention in one run of a model, seen from one rank's heads."""
+    """The inputs of attention in one run of a model, from the view of one rank's heads."""
 
     def __init__(self, size: int, rank: int):
         self.size, self.rank = size, rank
@@ -30,7 +30,7 @@ class Fingerprints:
         self.dtype: torch.dtype = torch.float32
 
     def note_whole(self, call: dict[str, Any]) -> None:
-        """Note a call that has the whole sequence and all heads."""
+        """Record a call that has the whole sequence and all heads."""
         query = call["query"]
         if query.ndim != 4 or call["key"].shape[-2] != query.shape[-2]:
             return
@@ -42,11 +42,11 @@ class Fingerprints:
         self._note(local, call)
 
     def note_local(self, query: Tensor, key: Tensor, value: Tensor, call: dict[str, object]) -> None:
-        """Note a call that has this rank's heads and the whole sequence."""
+        """Record a call that has this rank's heads and the whole sequence."""
         self._note([query, key, value], call)
 
     def lengths(self) -> set[int]:
-        """Return the lengths of the sequences that were attended over."""
+        """Return the lengths of the attended sequences."""
         return {shape[2] for shape, _, _ in self.shapes}
 
     def _note(self, tensors: list[Tensor], call: dict[str, object]) -> None:
@@ -82,7 +82,7 @@ def difference(whole: Fingerprints, split: Fingerprints, outputs: tuple[object, 
 
 @contextmanager
 def observing(model: nn.Module) -> Iterator[None]:
-    """Run a model without gradients, dropout or a trace in its random state."""
+    """Run a model without gradients and dropout, and restore its random state."""
     training = [(module, module.training) for module in model.modules()]
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     devices = [device] if device.type != "cpu" else []

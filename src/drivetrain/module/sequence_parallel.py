@@ -42,7 +42,7 @@ _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 
 
 class SequenceSplit:
-    """What the blocks of one model share: the ranks, and how the call in hand is run."""
+    """What the blocks of one model share: the ranks, and how the current call is run."""
 
     def __init__(self, group: "ProcessGroup", seq_dim: int, ring: RingAttention | None = None):
         self.group, self.seq_dim, self.ring = group, seq_dim, ring
@@ -57,7 +57,7 @@ class SequenceSplit:
         return SequenceSplit(self.group, self.seq_dim, self.ring)  # a process group cannot be copied, and need not be
 
     def piece(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's piece; its gradient is zero elsewhere, and the mean over ranks puts the pieces together."""
+        """Return this rank's part. Its gradient is zero elsewhere, and the mean over ranks combines the parts."""
         local = x.shape[dim] // self.size
         return x.narrow(dim, self.rank * local, local)
 
@@ -70,7 +70,7 @@ def split_sequence(
     mesh: "DeviceMesh | None" = None,
     impl: Literal["ulysses", "ring"] = "ulysses",
 ) -> list[str]:
-    """Let a model's blocks run on pieces of the sequence, in place; return their names.
+    """Make a model's blocks run on parts of the sequence, in place, and return their names.
 
     `seq_dim` is the dimension of the sequence in what the blocks take; `mesh` is the group's, for `impl="ring"`.
     """
@@ -99,12 +99,12 @@ def split_sequence(
 
 
 class SequenceModel(GeneratedClass):
-    """Makes a model decide, at each call, how its blocks run."""
+    """Makes a model decide at each call how its blocks run."""
 
     _sequence_split: SequenceSplit
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """Run the model's own forward, checking a kind of call that is new."""
+        """Run the model's own forward, and check each new kind of call."""
         run, split = super().forward, self._sequence_split  # type: ignore[misc]
         kind = _kind(self, args, kwargs)  # type: ignore[arg-type]
         mode = split.checked.get(kind)
@@ -123,13 +123,13 @@ class SequenceModel(GeneratedClass):
 
 
 class SequenceBlock(GeneratedClass):
-    """Makes a block run on this rank's piece of the sequence."""
+    """Makes a block run on this rank's part of the sequence."""
 
     _sequence_split: SequenceSplit
     _sequence_place: tuple[bool, bool]
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """Cut what comes in whole, attend over all ranks, and join what leaves the family."""
+        """Split a whole input, attend over all ranks, and gather the output of the last block."""
         run, split = super().forward, self._sequence_split  # type: ignore[misc]
         if split.mode == "whole":
             if split.notes is None:

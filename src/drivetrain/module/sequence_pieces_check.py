@@ -127,7 +127,7 @@ class _PiecesTrial:
         """Try all ranks; a reason against it is raised."""
         for name, style in self.styles.items():
             if not isinstance(style, str) or style in ("sequence", "vocabulary"):
-                raise _CannotRun(f"the plan gives {name} the style {style!r}, which decides about its layout already")
+                raise _CannotRun(f"the plan gives {name} the style {style!r}, which already sets its layout")
         self.size = size
         try:
             expected = self._run_whole()
@@ -149,7 +149,7 @@ class _PiecesTrial:
             except _Mixed as error:
                 label = str(error)
                 if label in self.closers or label in self.norms:
-                    raise _CannotRun(f"the output of {label} is added to the stream as it is") from None
+                    raise _CannotRun(f"the output of {label} is added to the residual stream unchanged") from None
                 self.closers.add(label)
                 self.rank = 0
                 continue

@@ -34,7 +34,7 @@ def shard_fully(
     mixed_precision: "torch.dtype | MixedPrecisionPolicy | None" = None,
     **fully_shard_kwargs: Any,
 ) -> nn.Module:
-    """Shard the model in place over a device mesh and return it; names and tied parameters are kept.
+    """Shard the model in place over a device mesh and return it. Names and tied parameters are kept.
 
     `wrap` says what becomes a unit: "auto" for the model's blocks, a class, a class name, a dotted name or pattern, a
     list of these, or an int for every subtree of at least that many elements. `mixed_precision` is a dtype for
@@ -83,7 +83,7 @@ def shard_fully(
 
 
 def rebind_optimizer(optimizer: Optimizer, old_names: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Make an optimizer that was built before sharding train the sharded parameters, groups and state kept.
+    """Make an optimizer that was built before sharding train the sharded parameters, with its groups and state.
 
     `old_names` is `dict(model.named_parameters())` from before. State shaped like its parameter is sharded like it,
     without communication; scalars such as the step count are kept.

@@ -76,7 +76,7 @@ class Stepper:
         self._total: Callable[[], Count] | None = None  # the items of the window on all ranks, on their way
 
     def prepare(self, *, is_split: bool = False, is_exchanged: bool = False, tests: bool = True) -> None:
-        """Decide what can be decided once, when optimizer and model are final.
+        """Decide once what depends only on the final optimizer and model.
 
         `is_split`: batches come in parts. `is_exchanged`: several ranks decide together about updates that are not finite; `tests` is
         whether anybody asks for that.
@@ -100,7 +100,7 @@ class Stepper:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """What the next step updates."""
+        """The parameters that the next step updates."""
         if self._own is not None:
             return list(self._own)
         return [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -108,7 +108,7 @@ class Stepper:
     # A micro-batch.
 
     def begin(self, last: bool) -> None:
-        """Take the next micro-batch into the window; `last` closes a window that is not full."""
+        """Add the next micro-batch to the window. `last` closes a window that is not full."""
         self.window.begin(last)
         self.synchronises = self.window.closes
 
@@ -142,7 +142,7 @@ class Stepper:
         return weighted
 
     def weigh_normalised(self, loss: Tensor) -> Tensor:
-        """Return the weighted loss where the caller has divided it by the items of the batch on all ranks."""
+        """Return the weighted loss if the caller has divided it by the items of the batch on all ranks."""
         window = self.window
         if window.is_plain:
             return loss
@@ -161,17 +161,17 @@ class Stepper:
             self.window.reference = (broadcast_from_master(number) if is_distributed() else number) or 1
 
     def use_sums(self, is_sum: bool) -> None:
-        """Add losses up instead of averaging them, or not."""
+        """Set whether losses are summed instead of averaged."""
         self.window.is_sum = is_sum
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Back-propagate, scaled where float16 needs it."""
+        """Back-propagate, with loss scaling if float16 needs it."""
         backward(loss, self.scaler, **kwargs)
 
     # The end of a window.
 
     def complete(self, parameters: Iterable[Tensor]) -> Count:
-        """Scale the gradients collected before the last backward of a window to the items it has, and return the factor for that one.
+        """Scale the gradients collected before the last backward of a window to its items, and return the factor for the last one.
 
         Gradients are then those of the mean right after the last backward, without waiting for `finish`.
         """
@@ -184,7 +184,7 @@ class Stepper:
         return factor
 
     def finish(self) -> None:
-        """Make the gradients those of the mean over the window, unscaled; a second call changes nothing."""
+        """Turn the gradients into those of the mean over the window, unscaled. A second call changes nothing."""
         if self.is_finished:
             return
         self.is_finished = True
@@ -212,7 +212,7 @@ class Stepper:
                 dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.sync.group())
 
     def step(self, closure: Callable[[], object] | None = None) -> None:
-        """Update the parameters; a scaler skips the step when a gradient overflowed."""
+        """Update the parameters. A scaler skips the step if a gradient overflowed."""
         if self._step is None or closure is not None:
             self.was_skipped = step(self.optimizer, self.scaler, closure)
         else:
@@ -220,13 +220,13 @@ class Stepper:
             self._step()
 
     def step_unless(self, overflow: Tensor) -> None:
-        """Step a fused optimizer, which leaves parameters and state alone where the flag is one."""
+        """Step a fused optimizer, which does not change parameters and state if the flag is one."""
         self.was_skipped = self.optimizer.found_inf = overflow
         self.optimizer.step()
         del self.optimizer.found_inf
 
     def leave_out(self) -> None:
-        """End an update that is not made."""
+        """End an update that is skipped."""
         self.was_skipped = True
         if self.scaler is not None:
             self.scaler.update()  # it has unscaled these gradients, and learns here that they are done with
@@ -236,7 +236,7 @@ class Stepper:
         return None if self.scaler is None else [self.was_skipped]
 
     def update(self, skip_nonfinite: bool = False) -> bool:
-        """Complete the gradients, step and end the window; return whether the parameters were updated. The host waits."""
+        """Complete the gradients, step and end the window. Return whether the parameters were updated. This synchronizes the host."""
         self.finish()
         if skip_nonfinite and self.scaler is None and any_nonfinite(self.parameters):
             self.was_skipped = True
@@ -246,7 +246,7 @@ class Stepper:
         return not self.was_skipped
 
     def clear(self) -> None:
-        """Remove the gradients, as `zero_grad()` does; without its profiler mark, which costs more than all of it."""
+        """Clear the gradients as `zero_grad()` does, without its profiler mark, which costs more than the rest."""
         if not self._clears_as_torch:
             self.optimizer.zero_grad()
             return
@@ -255,7 +255,7 @@ class Stepper:
                 parameter.grad = None
 
     def end(self) -> None:
-        """Forget the window: its update is done."""
+        """Reset the window after its update."""
         self.window.reset()
         self.is_finished, self._total = False, None
 
@@ -278,7 +278,7 @@ class Stepper:
         return {"window": counts, "partial": partial, "axes": self.axes if partial else None, "guard": guard}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the window as it was."""
+        """Restore the window."""
         partial, window, counts = state["partial"], self.window, state["window"]
         if "guard" in state:  # older checkpoints have none
             self.guard.load_state_dict(state["guard"])
@@ -305,7 +305,7 @@ class Stepper:
 
 
 def merge_windows(saved: Sequence[Mapping[str, Any]], rank: int, counted: str = "items") -> StateDict:
-    """Return one rank's part of a window that another number of ranks has opened.
+    """Return one rank's part of a window that another number of ranks opened.
 
     What counts is the sum over all ranks, of gradients and of items (see `accumulation.py`): the first rank takes it, and the others
     begin with nothing.
@@ -334,7 +334,7 @@ def merge_windows(saved: Sequence[Mapping[str, Any]], rank: int, counted: str = 
 
 
 def backward(loss: Tensor, scaler: "torch.amp.GradScaler | None", **kwargs: object) -> None:
-    """Back-propagate a loss, scaled where there is a scaler."""
+    """Back-propagate a loss, scaled if there is a scaler."""
     if scaler is None:
         loss.backward(**kwargs)
     else:
@@ -356,7 +356,7 @@ def step(optimizer: Any, scaler: "torch.amp.GradScaler | None", closure: Callabl
 
 
 def unmarked_step(optimizer: Any) -> Callable[[], object] | None:
-    """Return an optimizer's `step` without the mark that it leaves for profilers, or None where it has no such mark.
+    """Return an optimizer's `step` without its profiler mark, or None if it has none.
 
     Torch wraps every optimizer's `step` to mark it and to call hooks. On a CPU the mark alone may cost more than the step of a small
     model. While a profiler is on, where there are hooks, and where the optimizer was given another `step`, that one is called.
@@ -401,7 +401,7 @@ def grad_norm(
     device: torch.device | str | None = None,
     stages: int = 1,
 ) -> Tensor:
-    """Return the norm of the gradients over all ranks that hold parts of them; whole and sharded ones may be mixed.
+    """Return the norm of the gradients over all ranks that hold parts of them. Full and sharded gradients may be mixed.
 
     `stages` is the number of pipeline stages, each of which holds other parameters. `device` is where ranks exchange numbers.
     """

@@ -1,9 +1,9 @@
-"""Replace layers of a model by others, and keep its optimizers in step.
+"""Replace layers of a model by others, and update its optimizers accordingly.
 
-The walk first decides everything and touches nothing; then it exchanges modules, then parameters in the optimizers. If
-an optimizer cannot take the new parameters the modules are restored, so a failed call leaves model and optimizers
-alone. Replacements build their own weights (each layer's `from_*` constructor does that); here they only receive what
-belongs to the place: device, dtype, training mode and `requires_grad`.
+The walk first decides everything and changes nothing. Then it exchanges modules, then parameters in the optimizers. If an
+optimizer cannot take the new parameters, the modules are restored, so a failed call leaves model and optimizers unchanged.
+Replacements build their own weights (in the `from_*` constructor of each layer). Here they only receive device, dtype, training
+mode and `requires_grad` of the layer that they replace.
 """
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -163,7 +163,7 @@ def _take_place(old: nn.Module, new: nn.Module, training: bool, fallback: torch.
 
 
 def update_params_in_optimizer(old_params: Parameters, new_params: Parameters, optimizers: Optimizers) -> None:
-    """Take the old parameters and their state out of the optimizers and put the new ones into the same group.
+    """Remove the old parameters and their state from the optimizers and add the new ones to the same group.
 
     A parameter that is in both lists stays where it is. Each list may hold parameters or `(name, parameter)` pairs;
     names are needed only for optimizers that were built from named parameters.

@@ -4,8 +4,8 @@ One block of each family runs on made-up weights. Its linear layers are paired b
 from layers that may be split along their outputs (`colwise`) is split along its inputs (`rowwise`), and closes the pair (Shoeybi et al.,
 2019, arXiv 1909.08053). Then each pair is put to the test: the block runs once for every rank with that rank's share of the weights, and
 the shares of the result must add up to the whole. Code that counts heads or features globally, a projection that holds queries, keys and
-values in one matrix, a norm over split features, heads that do not divide: all of them fail this test, and such layers stay whole.
-A pair with parameters of its own in between (a norm of the queries, say) stays whole as well, because their gradients would be partial.
+values in one matrix, a norm over split features, heads that do not divide: all of them fail this test, and such layers are not split.
+A pair with parameters of its own in between (a norm of the queries, say) is not split either, because their gradients would be partial.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +39,7 @@ _ATTRIBUTE = "_feeds"  # which open layers a tensor was computed from
 
 @dataclass(kw_only=True)
 class InferredPlan:
-    """What was found: the style of each layer by dotted name, and why others stay whole."""
+    """The result: the style of each layer by dotted name, and why others are not split."""
 
     styles: dict[str, str] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
@@ -55,7 +55,7 @@ class _Pair:
 
 
 def infer_tp_plan(model: nn.Module, size: int) -> InferredPlan:
-    """Return how the blocks of a model can be split over `size` ranks; the remarks of an empty plan give the reason."""
+    """Return how the blocks of a model can be split over `size` ranks. The remarks of an empty plan give the reason."""
     plan = InferredPlan()
     families = [family for family in find_blocks(model) if family.repeats]
     if not families:
@@ -96,7 +96,7 @@ def _infer_block(name: str, block: nn.Module, size: int, given: Any, remarks: li
             layers = ", ".join(sorted(pair.sources | pair.sinks))
             reason = trial.why_not(pair, size)
             if reason is not None:
-                remarks.append(f"{name}: {layers} stay whole, because {reason}")
+                remarks.append(f"{name}: {layers} are not split, because {reason}")
                 continue
             styles.update(dict.fromkeys(pair.sources, "colwise"))
             styles.update(dict.fromkeys(pair.sinks, "rowwise"))
@@ -171,7 +171,7 @@ class _SplitTrial:
             bias = self.state.get(f"{name}.bias")
             total = sum(parts[1:], parts[0]) if bias is None else sum(parts[1:], parts[0]) + bias
             if not agree(self.results[name], [total]):
-                return "the shares do not add up to the whole: the code between them mixes features of different ranks"
+                return "the partial results do not add up to the full result: the code between them mixes features of different ranks"
         return None
 
     def _run_share(self, pair: _Pair, rank: int, size: int, shares: dict[str, list[Tensor]]) -> list[Tensor]:

@@ -47,7 +47,9 @@ def register_tp_plan(cls: type[nn.Module], plan: Mapping[str, object]) -> None:
 
 
 def find_tp_plan(model: nn.Module) -> dict[str, Any]:
-    """Return the plan of a model: registered for its class or for classes inside it, or its own or an inner module's `tp_plan`."""
+    """Return the plan of a model: registered for its class or for classes inside it, or the `tp_plan` of the model or an inner
+    module.
+    """
     found: dict[str, Any] = {}
     for path, module in model.named_modules():
         for cls in written_class(module).__mro__:
@@ -100,7 +102,7 @@ def parallelize(
     unreduced: Collection[str] = (),
     prepare: Callable[[str, nn.Module], None] | None = None,
 ) -> nn.Module:
-    """Split a model's layers over a one-dimensional mesh, in place; `plan` is what `expand_tp_plan` returned.
+    """Split a model's layers over a one-dimensional mesh, in place. `plan` is the result of `expand_tp_plan`.
 
     Row-wise layers named in `unreduced` return distributed tensors that are not added up yet. `prepare` is called for every module
     before it is split, so that no two whole layers need memory at once.
@@ -146,7 +148,7 @@ class _Waited(torch.autograd.Function):
 
 
 def shared_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return the places of every parameter that is registered more than once."""
+    """Return all names of every parameter that is registered more than once."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -170,7 +172,8 @@ def _tie_again(ties: list[list[tuple[nn.Module, str]]]) -> None:
 
 
 def split_head(model: nn.Module, plan: Mapping[str, object], size: int) -> dict[str, Any] | None:
-    """Return a plan in which the head keeps the logits split until the loss, and the embedding fits; None where there is no such head.
+    """Return a plan in which the head keeps the logits split until the loss, and the embedding matches; None if there is no such
+    head.
 
     A head is a linear layer that gives one number for each word of an embedding. Where the two share their weight, the embedding is split
     by words too.

@@ -1,6 +1,6 @@
-"""What a block is tried on: made-up weights, inputs as the model gives them, and a comparison of what comes out.
+"""What a block is tried on: random weights, inputs as the model gives them, and a comparison of the results.
 
-Used by whoever wants to know, without a process group, whether a block that is split over ranks would still compute the same.
+This tests without a process group whether a block that is split over ranks would still compute the same.
 """
 
 import inspect
@@ -23,7 +23,7 @@ class _SeenCall(Exception):
 
 
 def inputs_of_blocks(model: nn.Module, families: list[BlockGroup], length: int = LENGTH) -> dict[nn.Module, Any]:
-    """Return what the first block of each family is called with when the model reads a few tokens; empty if it cannot be seen."""
+    """Return what the first block of each family is called with when the model reads a few tokens; empty if it is not known."""
     embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     if embedding is None or any(not _is_real(tensor) for tensor in [*model.parameters(), *model.buffers()]):
         return {}
@@ -64,7 +64,7 @@ def _plain(value: object) -> Any:
 
 
 def made_up_inputs(block: nn.Module, length: int = LENGTH) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a sequence as wide as the block's first norm or matrix."""
+    """Return a random sequence as wide as the block's first norm or matrix."""
     for module in block.modules():
         shape = getattr(module, "normalized_shape", None)
         if isinstance(module, nn.LayerNorm | nn.RMSNorm) and shape:
@@ -77,7 +77,7 @@ def made_up_inputs(block: nn.Module, length: int = LENGTH) -> tuple[tuple[Any, .
 
 
 def made_up_state(block: nn.Module) -> dict[str, Tensor]:
-    """Return random parameters, because fresh ones may be zero and hide a difference; buffers are kept where they have values."""
+    """Return random parameters, because initial ones may be zero and hide a difference. Buffers with values are kept."""
     state: dict[str, Tensor] = {}
     for name, parameter in block.named_parameters():
         shape = tuple(parameter.shape)
@@ -95,7 +95,7 @@ def made_up_state(block: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def in_evaluation(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode for a while."""
+    """Put a module into evaluation mode inside a context."""
     modes = [(child, child.training) for child in module.modules()]
     for child, _ in modes:
         child.training = False
@@ -107,7 +107,7 @@ def in_evaluation(module: nn.Module) -> Iterator[None]:
 
 
 def outside_fake_mode() -> Any:
-    """Leave a fake-tensor mode that a simulation may have entered: the test needs numbers."""
+    """Leave a fake-tensor mode that a simulation may have entered: the test needs values."""
     from torch._subclasses import fake_tensor
 
     leave = getattr(fake_tensor, "unset_fake_temporarily", None)
@@ -121,13 +121,13 @@ def _is_real(tensor: Tensor) -> bool:
 
 
 def is_parameter(block: nn.Module, name: str) -> bool:
-    """Return whether a name in a block's state is a parameter's."""
+    """Return whether a name in a block's state belongs to a parameter."""
     owner, _, key = name.rpartition(".")
     return key in block.get_submodule(owner)._parameters
 
 
 def structure_of(block: nn.Module) -> tuple[Any, ...]:
-    """Return what two blocks must share to be split alike."""
+    """Return what two blocks must share to be split in the same way."""
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
     return shapes, tuple((name, type(module).__name__) for name, module in block.named_modules())
 
@@ -144,7 +144,7 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 def agree(expected: list[Tensor], found: list[Tensor]) -> bool:
-    """Return whether tensors are the same up to rounding."""
+    """Return whether tensors are equal up to rounding."""
     if [x.shape for x in expected] != [x.shape for x in found]:
         return False
     return all(

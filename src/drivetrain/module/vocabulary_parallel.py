@@ -30,7 +30,7 @@ _LOOKING = frozenset({"size", "dim", "__get__", "is_floating_point", "numel"})
 
 
 class SplitLogits(TorchFunctionMode):
-    """Computes cross entropies of split logits, and gathers the logits for whatever else is done with them."""
+    """Computes cross entropies of split logits, and gathers the logits for any other operation."""
 
     def __torch_function__(
         self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
@@ -52,7 +52,7 @@ class SplitLogits(TorchFunctionMode):
 
 
 class SplitLogitsModel(GeneratedClass):
-    """Makes a model's own forward, loss included where it has one, know split logits."""
+    """Makes a model's own forward, including its loss if it has one, accept split logits."""
 
     def forward(self, *args: object, **kwargs: object) -> object:
         if not self.training:  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ class SplitLogitsModel(GeneratedClass):
 
 
 def know_split_logits(model: nn.Module, head: nn.Module) -> None:
-    """Let a head that returns a distributed tensor do so in training only, and its model compute with it."""
+    """Make a head return a distributed tensor in training only, and its model compute with it."""
     head.register_forward_hook(_leave)
     model.__class__ = subclass_of(type(model), SplitLogitsModel)
 
@@ -72,7 +72,7 @@ def _leave(head: nn.Module, args: object, out: Any) -> object:
 
 
 class SplitLogitsLoss:
-    """Lets a loss function accept split logits."""
+    """Makes a loss function accept split logits."""
 
     def __call__(self, loss_func: Callable[..., object]) -> Callable[..., object]:
         from torch.utils._pytree import tree_map_only
@@ -86,7 +86,7 @@ class SplitLogitsLoss:
 
 
 def gathered(value: Any) -> object:
-    """Return split logits whole, and everything else as it is."""
+    """Return split logits gathered, and everything else unchanged."""
     return value.full_tensor() if getattr(value, _MARK, False) else value
 
 

@@ -46,7 +46,7 @@ def _late_class(package: str, name: str) -> type | None:
 
 
 def inner_attribute(module: nn.Module) -> str | None:
-    """Return the attribute under which a shell keeps the wrapped module, None for any other module."""
+    """Return the attribute under which a wrapper keeps the wrapped module, None for any other module."""
     if isinstance(module, DistributedDataParallel | DataParallel):
         return "module"
     for package, name, attribute in _SHELLS_IMPORTED_LATE:
@@ -62,13 +62,13 @@ def is_compiled_shell(module: nn.Module) -> bool:
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Return whether `fully_shard` was applied to this very module."""
+    """Return whether `fully_shard` was applied to exactly this module."""
     cls = _late_class("torch.distributed.fsdp", "FSDPModule")
     return cls is not None and isinstance(module, cls)
 
 
 def wrapping_of(module: nn.Module) -> str | None:
-    """Name what was done to this module (DDP, FSDP, compiled...), or None for a plain one."""
+    """Return how this module is wrapped (DDP, FSDP, compiled...), or None for a plain one."""
     if inner_attribute(module) is not None:
         return type(module).__name__
     if is_fully_sharded(module):
@@ -79,12 +79,12 @@ def wrapping_of(module: nn.Module) -> str | None:
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """Return whether the model is a shell around another one, or is sharded by `fully_shard`."""
+    """Return whether the model is a wrapper around another one, or is sharded by `fully_shard`."""
     return inner_attribute(model) is not None or is_fully_sharded(model)
 
 
 def unwrap(model: nn.Module, keep_compile: bool = False) -> nn.Module:
-    """Return the user's module inside any shells; `keep_compile` leaves torch.compile's shell on.
+    """Return the user's module inside any wrappers. `keep_compile` keeps torch.compile's wrapper.
 
     >>> layer = nn.Linear(2, 2)
     >>> unwrap(nn.DataParallel(layer)) is layer
@@ -106,7 +106,7 @@ def _recompiled(shell: nn.Module, inner: nn.Module) -> nn.Module:
 
 
 def clean_name(name: str) -> str:
-    """Return a parameter or module name without the components that shells add.
+    """Return a parameter or module name without the components that wrappers add.
 
     Torch's private components are removed wherever they are. The word `module` may be the user's own, so it is
     removed only where DDP puts it: at the front, once. With the model at hand, `clean_key` is exact.
@@ -121,7 +121,7 @@ def clean_name(name: str) -> str:
 
 
 def clean_key(root: nn.Module, key: str) -> str:
-    """Return a dotted name of something inside `root` without the components of shells, exactly."""
+    """Return a dotted name of something inside `root` without the components of wrappers, exactly."""
     module: nn.Module | None = root
     kept: list[str] = []
     for part in key.split(".") if key else ():
@@ -136,7 +136,7 @@ def clean_key(root: nn.Module, key: str) -> str:
 
 
 def named_clean_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield names and parameters as the user's own module would, whatever is wrapped around or inside it.
+    """Yield names and parameters as the user's own module would, independent of wrappers around or inside it.
 
     A stage of a pipeline may hold a tied parameter by another name than the first, which is the one that is yielded.
     """
@@ -161,7 +161,7 @@ _generated: dict[tuple[type, type], type] = {}
 
 
 def subclass_of(base: type[nn.Module], mixin: type[GeneratedClass]) -> type[nn.Module]:
-    """Return the one subclass that puts `mixin` in front of `base`."""
+    """Return the one subclass that puts `mixin` before `base`."""
     key = (mixin, base)
     if key not in _generated:
         name = mixin.__name__ + base.__name__
@@ -250,7 +250,7 @@ def load_clean_state_dict(
 
 
 def state_faults(module: nn.Module, state: Mapping[str, object]) -> list[StateFault]:
-    """Return what `load_clean_state_dict` would raise about a state, loading nothing."""
+    """Return what `load_clean_state_dict` would raise for a state, without loading it."""
     bare = unwrap(module)
     live = clean_state_dict(bare)
     return _faults(bare, _without_prefixes(state, dict.fromkeys(live, "")), live)

@@ -1,10 +1,12 @@
-"""Apply a plan to a Context: one walk over its methods in their fixed order, with the mesh, the wrapping, the move and the optimizer in
-between.
+"""Apply a plan to a Context: one pass over its methods in their fixed order, with the mesh, the wrapping, the move to the device
+and the optimizer in between.
 
-The Context may be a hand-written loop's, the Trainer's State, or the one that `auto_accelerate` returns: model, optimizer and loss are
-changed in it, and nothing is copied back. The plan is checked whole before anything is touched. If a step fails all the same, the model is
-restored and the error goes on: there is never a half-applied model. Parameter names and state-dict keys of the user's module stay what
-they were; DDP is the one outer shell.
+The Context may belong to a hand-written loop, be the Trainer's State, or be the one that `auto_accelerate` returns. Model,
+optimizer and loss are changed in it, and nothing is copied back.
+
+The whole plan is checked before anything changes. If a step still fails, the model is restored and the error is raised again: a
+model is never left half-applied. Parameter names and state-dict keys of the user's module do not change. DDP is the only outer
+wrapper.
 """
 
 import warnings
@@ -46,7 +48,7 @@ PrepareInput = Callable[[Any, torch.device], Any]
 
 
 class Application:
-    """A plan on its way into a Context: what methods may read, and what they ask of the loop that trains.
+    """A plan that is being applied to a Context: what methods may read, and what they request from the training loop.
 
     `model` and `optimizer` are those of the Context; to set them is to change the Context.
     """
@@ -83,7 +85,7 @@ class Application:
         self.context, self.plan, self.recipe = context, plan, recipe
         self._loss_func, self.prepare_input = loss_func, prepare_input
         self.sample = sample
-        """Runs a model on a few samples and returns its outputs; None where no data is at hand."""
+        """Runs a model on a few samples and returns its outputs; None without data."""
         self.notes: list[str] = []
         """Notes of the methods from when they were applied."""
         self.ddp_settings: Settings = {}
@@ -94,7 +96,7 @@ class Application:
 
     @property
     def device(self) -> torch.device:
-        """Where the Context is, or will be."""
+        """The device on which the Context is, or will be."""
         return self.context._device or self.plan.site.device
 
     @property
@@ -122,7 +124,7 @@ class Application:
 
     @property
     def loss_func(self) -> LossFunc | None:
-        """The loss function; to set it changes the Context, where that holds one."""
+        """The loss function. Setting it changes the Context if that has one."""
         return self.context.loss_fn if isinstance(self.context, State) else self._loss_func
 
     @loss_func.setter
@@ -140,20 +142,20 @@ class Application:
 
     @property
     def whole_model(self) -> nn.Module:
-        """The model, or while a pipeline is built the one it is a part of."""
+        """The model. While a pipeline is being built, the model of which this rank's stages are a part."""
         return self.model if self.whole is None else self.whole
 
     def held(self, named: Mapping[str, Any]) -> Settings:
-        """Return what is named after modules that this rank holds; a stage of a pipeline does not hold all."""
+        """Return the entries whose names are modules that this rank holds. A pipeline stage does not hold all of them."""
         here = {name for name, module in self.model.named_modules() if not isinstance(module, Elsewhere)}
         return {name: value for name, value in named.items() if name in here}
 
     def note(self, text: str) -> None:
-        """Keep a remark for `explain()`."""
+        """Add a remark to `explain()`."""
         self.notes.append(text)
 
     def prepared(self, data: Batch, device: torch.device | str | None = None) -> Any:
-        """Return the model's input for what a loader yields: moved, and changed as the plan asks."""
+        """Return the model's input for a batch of the loader: on the device, and changed as the plan requires."""
         target = self.device if device is None else torch.device(device)
         return prepared_input(data, target, self.prepare_input, self.input_changes)
 
@@ -164,7 +166,7 @@ def prepared_input(
     prepare_input: Callable[[Any, torch.device], Any] | None = None,
     changes: Sequence[Callable[[Tensor], Tensor]] = (),
 ) -> Any:
-    """Return data as a model takes it: prepared by the user's function or moved, then changed tensor by tensor."""
+    """Return data as the model takes it: prepared by the user's function or moved, then converted tensor by tensor."""
     if prepare_input is None:
         data = move_to_device(device, data, non_blocking=True)
     else:
@@ -173,7 +175,7 @@ def prepared_input(
 
 
 def change_tensors(value: object, changes: Sequence[Callable[[Tensor], Tensor]]) -> Any:
-    """Return nested containers with every tensor changed."""
+    """Apply a function to every tensor in nested containers and return the result."""
     from torch.utils._pytree import tree_map_only
 
     def change(tensor: Tensor) -> Tensor:
@@ -185,7 +187,7 @@ def change_tensors(value: object, changes: Sequence[Callable[[Tensor], Tensor]])
 
 
 def check_model(model: object, where: str = "auto_accelerate") -> None:
-    """Reject what is not a plain module: something else, or a module that is wrapped, sharded or compiled already."""
+    """Raise unless the model is a plain module that is not yet wrapped, sharded or compiled."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{where}: model is a {type(model).__name__}; expected a torch.nn.Module.")
     for name, module in model.named_modules():
@@ -198,8 +200,8 @@ def check_model(model: object, where: str = "auto_accelerate") -> None:
 
 
 def shape(app: Application) -> Application:
-    """Apply a resolved plan to model, optimizer and loss. On an error the model and the process's settings are as before."""
-    _refuse_optimizer(app)
+    """Apply a resolved plan to model, optimizer and loss. On an error the model and the settings of the process are restored."""
+    _check_optimizer(app)
     before, settings = ModelSnapshot(app.model), ProcessSettings.capture()
     model, layout = app.model, app.context._layout
     try:
@@ -220,7 +222,7 @@ def shape(app: Application) -> Application:
     return app
 
 
-def _refuse_optimizer(app: Application) -> None:
+def _check_optimizer(app: Application) -> None:
     """Reject an optimizer whose step cannot work on the split parameters that the plan makes."""
     build, plan = None if app.recipe is None else app.recipe.build, app.plan
     if not (isinstance(build, type) and issubclass(build, torch.optim.Adafactor)):
@@ -324,7 +326,7 @@ def _place(app: Application) -> None:
 
 
 def apply_to_called_model(app: Application) -> Application:
-    """Apply a plan where the loop calls the model with a loader's batches: the model itself changes its inputs as the plan asks."""
+    """Apply a plan to a model that the loop calls with the loader's batches. The model converts its inputs itself."""
     shape(app)
     if app.input_changes:
         unwrap(app.model).register_forward_pre_hook(ChangeInputs(app.input_changes), with_kwargs=True)
@@ -334,7 +336,7 @@ def apply_to_called_model(app: Application) -> Application:
 
 
 class ChangeInputs:
-    """Changes the tensors that a model is called with."""
+    """Converts the tensors that a model is called with."""
 
     def __init__(self, changes: Sequence[Callable[[Tensor], Tensor]]):
         self.changes = changes
@@ -352,7 +354,7 @@ def _reshard(model: nn.Module, args: object, outputs: object) -> None:
 
 
 def apply_to_context(plan: "Strategy", context: Context) -> Context:
-    """Apply a plan to a hand-written loop's Context: `model`, and where they are there `optimizer`, `loader` and `loss_func`."""
+    """Apply a plan to the Context of a hand-written loop: `model` and, if present, `optimizer`, `loader` and `loss_func`."""
     from drivetrain.strategy.stepping import finish
 
     model = getattr(context, "model", None)

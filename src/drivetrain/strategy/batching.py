@@ -28,7 +28,8 @@ def plan_batch(
     *,
     allow_rounding: bool = False,
 ) -> BatchSplit:
-    """Split a global batch; sizes that do not divide are rejected with the two nearest ones, or rounded where that is allowed.
+    """Split a global batch. A size that does not divide is an error that names the two nearest sizes, or is rounded if that is
+    allowed.
 
     >>> plan_batch(24, 2, micro=4)
     BatchSplit(global_size=24, micro=4, accumulation=3, data_ranks=2)

@@ -1,7 +1,7 @@
-"""What a planner needs to know about a device, and nominal figures for common ones.
+"""What a planner needs to know about a device, and nominal figures of common ones.
 
-The figures are those of data sheets: memory that a program can use, dense 16-bit arithmetic (without sparsity, accumulated in float32),
-memory bandwidth, and the rate of a link in one direction. They are priors; a measurement always wins.
+The figures are those of data sheets: memory that a program can use, dense 16-bit arithmetic (without sparsity, accumulated in
+float32), memory bandwidth, and the rate of a link in one direction. They are defaults; measurements replace them.
 """
 
 import os
@@ -20,7 +20,7 @@ _GIB, _TERA = 2**30, 1e12
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpec:
-    """One kind of device and how its copies are connected."""
+    """One kind of device, and how several of them are connected."""
 
     name: str
     memory: int
@@ -46,7 +46,7 @@ class DeviceSpec:
 
     @property
     def rates(self) -> dict[str, float]:
-        """Operations per second by arithmetic, as far as the device can: float32, tf32, float16, bfloat16, float8.
+        """Operations per second for each arithmetic that the device supports: float32, tf32, float16, bfloat16, float8.
 
         >>> sorted(DeviceSpec.preset("a100").rates)
         ['bfloat16', 'float16', 'float32', 'tf32']
@@ -224,7 +224,7 @@ _ALIASES = {
 
 
 def preset_named_like(device_name: str, memory: int | None = None) -> DeviceSpec | None:
-    """Return the preset of a device by the name that its driver reports; of several sizes the nearest.
+    """Return the preset for the device name that the driver reports. If there are several memory sizes, return the nearest.
 
     >>> preset_named_like("NVIDIA H100 80GB HBM3").name
     'h100-80g'

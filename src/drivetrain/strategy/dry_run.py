@@ -1,12 +1,13 @@
-"""Try a given plan before it changes the model: right, finite, and without an error.
+"""Try a given plan before it changes the model: the numbers agree and are finite, and nothing raises.
 
-A copy takes one step on a few samples, as the plain model and by the plan. The loss, and the gradient and the movement of each parameter,
-must agree as closely as the plan's methods promise. Then it takes one step in training mode. All ranks learn the outcome of all; random
-states are restored. For a model on the meta device a smaller one of the same classes stands in.
+A copy takes one step on a few samples, first as the plain model and then with the plan. The loss, and the gradient and the update
+of each parameter, must agree as closely as the plan's methods promise. Then it takes one step in training mode. All ranks get the
+results of all ranks, and random states are restored. A model on the meta device is represented by a smaller one of the same
+classes.
 
-On one process this happens in the process itself, which is quick; running out of device memory is caught. On several, `verify_plan`
-has it done by processes of its own, one for each rank, so that a rank that dies or hangs costs the plan and not the job; only a
-task that cannot be sent to another process is tried on the spot.
+On one process this happens in the process itself, which is quick, and running out of device memory is caught. On several
+processes `verify_plan` starts separate processes, one for each rank, so that a rank that dies or hangs costs the plan and not the
+job. Only a task that cannot be sent to another process is tried in the ranks themselves.
 """
 
 import copy
@@ -37,7 +38,7 @@ from drivetrain.strategy.trial.checking import (
     train_window,
     verdict,
 )
-from drivetrain.strategy.trial.process import refuse_inside_trial
+from drivetrain.strategy.trial.process import reject_inside_trial
 from drivetrain.strategy.value import Failure, Strategy
 
 VERIFY_SECONDS = 300.0
@@ -54,7 +55,7 @@ _LARGE = 1 << 28
 
 @dataclass(frozen=True, kw_only=True)
 class DryRunOutcome:
-    """What a trial showed."""
+    """The result of a dry run."""
 
     failure: Failure | None = None
     notes: tuple[str, ...] = ()
@@ -69,11 +70,11 @@ def verify_plan(
     batch: BatchSplit | None = None,
     time_limit: float = VERIFY_SECONDS,
 ) -> DryRunOutcome:
-    """Try a given plan on all ranks and return what they agree on; every rank calls it with the same arguments.
+    """Try a given plan on all ranks and return the common result. Every rank calls it with the same arguments.
 
     `batch` is how the global batch is split; None lets the task's size and the plan decide. What the user wrote wrongly raises.
     """
-    refuse_inside_trial("verify_plan")
+    reject_inside_trial("verify_plan")
     notes: tuple[str, ...] = ()
     if task.model is not None and _on_meta(task.model):
         model, text = stand_in(task.model, plan)
@@ -112,8 +113,8 @@ def _verify_in_children(
 
 
 def try_plan(plan: Strategy, task: TrainingTask, *, device: torch.device) -> DryRunOutcome:
-    """Run one trial on all ranks, in the ranks themselves, and return what they agree on; applying the plan warns again."""
-    refuse_inside_trial("the dry run of a plan")
+    """Run one dry run in the ranks themselves and return the common result. Applying the plan repeats its warnings."""
+    reject_inside_trial("the dry run of a plan")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _try_plan(plan, task, device)
@@ -168,7 +169,7 @@ def _run(trial: nn.Module, plan: Strategy, resolved: ResolvedPlan, task: Trainin
 
 
 def stand_in(model: nn.Module, plan: Strategy) -> tuple[nn.Module | None, str]:
-    """Return a model of the same classes with few blocks and made-up weights in place of one on the meta device; and what it is."""
+    """Return a small model of the same classes with random weights for a model on the meta device, and a description of it."""
     from drivetrain.module.tensor_trials import made_up_state
     from drivetrain.strategy.profile.few_blocks import cut_model, find_cuttable
 
@@ -204,7 +205,7 @@ def _on_meta(model: nn.Module) -> bool:
 
 
 def follow_task(task: TrainingTask) -> TrainingTask:
-    """Return the task with what its loss is a mean over, found by following a few samples through the plain model and the loss."""
+    """Return the task together with what its loss is a mean over, found by running a few samples through the plain model."""
     model = task.model
     if model is None or task.loss_func is None or task.samples is None or task.is_counted:
         return task

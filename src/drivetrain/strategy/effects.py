@@ -17,7 +17,9 @@ UNFUSED_UPDATE = 2.5
 
 @dataclass(frozen=True)
 class Kernels:
-    """Shares of a pass's eager traffic and launches that remain; what is compiled has recorded kernels of its own, if there are any."""
+    """The share of a pass's eager memory traffic and kernel launches that remains. Compiled passes use their own recorded kernels
+    if there are any.
+    """
 
     traffic: float = 0.8
     """The part that is not the operands of matrix products, whose time is in their arithmetic: a GPT block has 0.7, its head with the
@@ -27,7 +29,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Recompute:
-    """What blocks keep for backward, and what is computed again."""
+    """What blocks keep for backward, and what is recomputed."""
 
     keeps: Literal["all", "products", "inputs"] = "all"
     """Everything, the outputs of matrix products and attention, or the inputs of blocks alone."""
@@ -40,11 +42,11 @@ class Recompute:
 
     @property
     def tracked_part(self) -> str:
-        """The suffix of a profile's part that was tracked with blocks that keep as much."""
+        """The suffix of the profile's part that was tracked with blocks that keep the same."""
         return {"all": "", "products": "/selective", "inputs": "/full"}[self.keeps]
 
     def in_every_block(self) -> "Recompute":
-        """Return the same with every block computed again and its input on the device, as profiles track it."""
+        """Return the setting with every block recomputed and its input on the device, as profiles track it."""
         return replace(self, every=1, on_device=None)
 
 
@@ -124,7 +126,7 @@ class Effects:
 
     @property
     def data_ranks(self) -> int:
-        """Over how many ranks samples are spread."""
+        """The number of ranks that samples are spread over."""
         ranks = 1
         for axis in DATA_AXES:
             ranks *= self.axes.get(axis, 1)
@@ -132,12 +134,12 @@ class Effects:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether a compiler has a part in it."""
+        """Whether any part is compiled."""
         return self.compiled != "none"
 
     @property
     def kind(self) -> str:
-        """What decides which kernels run; plans of one kind mispredict alike."""
+        """What decides which kernels run. Prediction errors are similar for plans of one kind."""
         return self._kind(self.compiled, self.is_recorded)
 
     def _kind(self, compiled: CompileScope, is_recorded: bool) -> str:
@@ -147,7 +149,7 @@ class Effects:
 
     @property
     def near_kinds(self) -> tuple[str, ...]:
-        """Kinds with nearly the same kernels: the same precision, compiled in another scope, with or without recording."""
+        """Kinds with nearly the same kernels: the same precision, compiled in another scope, with or without CUDA graphs."""
         if not self.is_compiled:
             return ()
         scopes: tuple[CompileScope, ...] = ("model", "block")

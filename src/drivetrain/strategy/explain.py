@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def explain(plan: "Strategy", width: int = 100) -> str:
-    """Return mesh and batch arithmetic, methods in order with reasons, numbers with evidence, and what was rejected or dropped."""
+    """Return mesh and batch arithmetic, methods in order with reasons, numbers with their evidence, and rejected or dropped methods."""
     lines = [f"Plan of {len(plan)} methods (evidence: {plan.evidence})" + _counted(plan)]
     if plan.failure is not None:
         lines.append(f"  FAILED ({plan.failure.kind}): {plan.failure.message}")
@@ -115,7 +115,7 @@ def _number(value: object) -> str:
 
 
 def difference(ours: "Strategy", other: "Strategy") -> str:
-    """Return one line for each method or number that differs; empty when the plans do the same."""
+    """Return one line for each method or number that differs. Plans that do the same give an empty list."""
     lines = []
     left = {entry.name: entry.config for entry in ours}
     right = {entry.name: entry.config for entry in other}

@@ -1,7 +1,7 @@
 """The mesh of a plan: which ranks share samples, which share parameters, and the process groups between them.
 
-An axis list is rank order: the first axis varies fastest, so `[("tensor", 4), ("data", 2)]` puts ranks 0 to 3 into one tensor group.
-Only `data` stretches to fill the world.
+The axis list is in rank order: the first axis varies fastest, so `[("tensor", 4), ("data", 2)]` puts ranks 0 to 3 into one tensor
+group. Only `data` is resized to the number of processes.
 """
 
 import math
@@ -28,7 +28,7 @@ Axes = tuple[tuple[str, int], ...]
 
 
 def fit_axes(axes: Axes, world: int) -> Axes:
-    """Return the axes with `data` resized so that their product is the world.
+    """Return the axes with `data` resized so that their product is the number of processes.
 
     >>> fit_axes((("tensor", 2), ("pipe", 2), ("data", 2)), 16)
     (('tensor', 2), ('pipe', 2), ('data', 4))
@@ -53,7 +53,9 @@ def fit_axes(axes: Axes, world: int) -> Axes:
 
 
 def resize_axes(axes: Mapping[str, int], world: int) -> dict[str, int]:
-    """Return the axes for another world: tensor, pipe and sequence stay, `zero` keeps its size if it can, `data` takes the rest."""
+    """Return the axes for another number of processes: tensor, pipe and sequence stay, `zero` keeps its size if possible, `data`
+    takes the rest.
+    """
     fixed = math.prod(size for axis, size in axes.items() if axis not in DATA_AXES)
     if world % fixed:
         kept = ", ".join(f"{axis} {size}" for axis, size in axes.items() if axis not in DATA_AXES)
@@ -74,7 +76,7 @@ def mesh_size(mesh: Iterable[tuple[str, int]]) -> int:
 
 
 def build_mesh(axes: Axes, rank_order: Sequence[int] | None, device_type: str) -> "DeviceMesh | None":
-    """Return the DeviceMesh of the axes and tell the loaders which samples this rank reads; None on one process.
+    """Return the DeviceMesh of the axes and set which samples this rank reads; None on one process.
 
     Every rank must call this with the same arguments.
     """

@@ -1,10 +1,12 @@
-"""What an optimization method is: a name, a configuration, a stage, one transform of a Context, and all that is known of it.
+"""What an optimization method is: a name, a configuration, a stage, one transform of a Context, and everything else that is known
+about it.
 
-`parse` turns whatever a user or a file wrote into the method's frozen `Config`; `check` rejects what cannot work, before anything is
-touched; `apply` does it. A configuration holds plain hashable values only, so a plan can be compared, hashed and written as JSON.
+`parse` turns what a user or a file wrote into the method's frozen `Config`. `check` rejects what cannot work, before anything
+changes. `apply` changes the Context. A configuration holds only plain hashable values, so a plan can be compared, hashed and
+written as JSON.
 
-Search, trials and simulation know no method by name. They ask each one for its options, for the combinations it fits into, for its
-effect on memory and time, and for what a simulation or a trial must know of it.
+Search, trials and simulation know no method by name. They ask each method for its options, for the combinations it fits into, for
+its effect on memory and time, and for what a simulation or a trial must know about it.
 """
 
 import dataclasses
@@ -40,7 +42,7 @@ Option = tuple[tuple[str, Any], ...]
 
 
 class Stage(IntEnum):
-    """When a method acts. The order is fixed; the order in which a user lists methods has no meaning."""
+    """When a method is applied. The order is fixed; the order in which a user lists methods has no meaning."""
 
     MESH = 1
     MODULE = 2
@@ -57,12 +59,12 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class NoConfig:
-    """Nothing to set."""
+    """A configuration without fields."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Where a plan is to be applied; what checks may look at."""
+    """Where a plan is to be applied: what checks may read."""
 
     device: torch.device
     world: int
@@ -73,12 +75,12 @@ class Site:
     model: nn.Module | None = None
 
     def axis(self, name: str) -> int:
-        """Return the size of an axis, 1 where there is none."""
+        """Return the size of an axis, 1 if the mesh does not have it."""
         return self.axes.get(name, 1)
 
 
 class Method(Generic[C]):
-    """The base of all methods: it accepts everything, changes nothing, and is overridden where that is wrong."""
+    """The base of all methods. It accepts everything and changes nothing; methods override what differs."""
 
     name: ClassVar[str]
     group: ClassVar[str]
@@ -131,31 +133,31 @@ class Method(Generic[C]):
         return self.Config(**self.read(values))
 
     def read(self, values: Settings) -> Settings:
-        """Check and convert the values of the keys that were given."""
+        """Check and convert the values that were given."""
         return values
 
     def plain(self, config: C) -> Settings:
-        """Return a configuration as JSON holds it; `parse` turns it back into an equal one."""
+        """Return a configuration as JSON values. `parse` turns it back into an equal one."""
         return {item.name: thawed(getattr(config, item.name)) for item in dataclasses.fields(config)}  # type: ignore[arg-type]
 
     def _keys(self) -> list[str]:
         return [item.name for item in dataclasses.fields(self.Config)]
 
     def bad(self, key: str, given: object, expected: str) -> MethodConfigError:
-        """Return the error for a value that this method does not understand."""
+        """Return the error for an invalid value."""
         return MethodConfigError(f"{self.name}: {key}={given!r} is not valid; expected {expected}.")
 
     def expand(self, config: C) -> Settings | None:
-        """Return the methods that this one combines, each with what `parse` takes; None for a method of its own."""
+        """Return the methods that this one combines, each with the value for its `parse`; None if it combines none."""
         return None
 
     # Whether it can work.
 
     def check(self, config: C, site: Site) -> None:
-        """Raise where the method cannot run with this configuration; nothing has been changed yet."""
+        """Raise if the method cannot run with this configuration. Nothing has changed yet."""
 
     def clash(self, config: C, others: Mapping[str, Any], device: torch.device) -> str | None:
-        """Return why the configuration contradicts those of other methods, and what to do; None: it does not."""
+        """Return why the configuration contradicts that of another method, and what to do; None if it does not."""
         return None
 
     def requires(self, profile: "ModelProfile | None", device: torch.device, world: int) -> str | None:
@@ -163,7 +165,7 @@ class Method(Generic[C]):
         return None
 
     def is_redundant(self, config: C, site: Site) -> str | None:
-        """Return why the method would do nothing in this place, or None; a redundant method is dropped with this reason."""
+        """Return why the method would have no effect here, or None. A redundant method is dropped with this reason."""
         if self.needs_processes and site.world == 1:
             return "it needs more than one process"
         return None
@@ -196,11 +198,11 @@ class Method(Generic[C]):
         return [self.Config()] if self.requires(profile, device, world) is None else []
 
     def local_candidates(self, device: torch.device, world: int) -> tuple[C, ...]:
-        """Return configurations that depend on this process, such as its CPUs; the answer of rank 0 counts for all."""
+        """Return configurations that depend on this process, such as its CPUs. All ranks use the result of rank 0."""
         return ()
 
     def options(self, scope: "SearchScope") -> list[Option]:
-        """Return what a search may do with the method; leaving it out is added unless it must be used.
+        """Return what a search may do with the method. Leaving it out is added unless the method must be used.
 
         A method that states no effect on cost is offered only where it must be used: it could only make a plan less simple.
         """
@@ -212,11 +214,11 @@ class Method(Generic[C]):
         return [((self.name, config),) for config in dict.fromkeys(configs)]
 
     def may_be_left_out(self, scope: "SearchScope") -> bool:
-        """Return whether plans without the method are compared too, where it has options."""
+        """Return whether a search also compares plans without the method."""
         return True
 
     def flag_options(self, scope: "SearchScope", is_sensible: bool) -> list[Option]:
-        """Return the options of a method that is used as it is, where that is sensible and possible."""
+        """Return the single option of a method without settings, if it is sensible and possible here."""
         is_offered = scope.must(self.name) or (is_sensible and scope.usable(self))
         return [((self.name, scope.config(self)),)] if is_offered else []
 
@@ -225,23 +227,23 @@ class Method(Generic[C]):
         return []
 
     def axis_options(self, scope: "SearchScope", size: int, micro: int, accumulation: int) -> list[Option]:
-        """Return the options on a mesh with its axis; none rejects the mesh for this batch split."""
+        """Return the options on a mesh with the method's axis. An empty result rejects the mesh for this batch split."""
         return [((self.name, scope.config(self)),)]
 
     def splits(self, scope: "SearchScope", per_rank: int) -> list[tuple[int, int]] | None:
-        """Return pairs of micro-batch and accumulation for a rank's part of a batch; None: the method does not split batches."""
+        """Return pairs of micro-batch and accumulation for a rank's part of a batch; None if the method does not split batches."""
         return None
 
     def implied(self, candidate: "Candidate") -> Settings | None:
-        """Return the settings that a candidate's mesh and batch split imply; None: it does not need the method for them."""
+        """Return the settings that a candidate's mesh and batch split imply; None if they do not need the method."""
         return None
 
     def settled(self, config: C, candidate: "Candidate") -> C:
-        """Return a configuration of a plan as a search would write it, with what is left open decided."""
+        """Return a plan's configuration as a search would write it, with open settings filled in."""
         return config
 
     def fits(self, config: C, candidate: "Candidate") -> str | None:
-        """Return why the method has no place in a combination that a search considers, or None.
+        """Return why a search should not use the method in this combination, or None.
 
         It is asked when the combination has the methods that come earlier in the registry, and again when it has all. The first reason is
         final, so a method that needs another one is registered after it.
@@ -256,11 +258,11 @@ class Method(Generic[C]):
         return cost
 
     def amount(self, config: C) -> int:
-        """Return how far the method goes in saving memory, to compare the options of its dimension; 0: it is not ordered."""
+        """Return how much memory the method saves, to order the options of its dimension; 0 if they are not ordered."""
         return 0
 
     def label(self, config: C) -> str:
-        """Return the method in one or two words for tables; empty where the mesh or the precision says it."""
+        """Return the method in one or two words for tables; empty if the mesh or the precision already names it."""
         return self.name
 
     # What a new world, a simulation or a trial asks.
@@ -285,19 +287,19 @@ class Method(Generic[C]):
         return config
 
     def batch_split(self, config: C) -> tuple[int | None, int | None] | None:
-        """Return the micro-batch and accumulation that a configuration asks for; None: the method does not split batches."""
+        """Return the micro-batch and accumulation that a configuration sets; None if the method does not split batches."""
         return None
 
     def simulated(self, config: C) -> C:
-        """Return the configuration that stands for this one on fake tensors."""
+        """Return the configuration that replaces this one on fake tensors."""
         return config
 
     def period(self, config: C) -> int | None:
-        """Return after how many blocks its effect repeats; None: a model of few blocks cannot stand for one of many."""
+        """Return after how many blocks its effect repeats; None if a model with few blocks cannot represent one with many."""
         return 1
 
     def pinned(self, config: C, names: Iterable[str], units: tuple[str, ...], repeated: tuple[str, ...]) -> Option:
-        """Return the method with "auto" replaced by the names of units or of repeated blocks; `names` are the plan's methods."""
+        """Return the method with "auto" replaced by names of units or repeated blocks. `names` are the methods of the plan."""
         return ((self.name, config),)
 
     def on_host(self, config: C, is_sharded: bool) -> tuple[str, ...]:
@@ -311,14 +313,14 @@ class Method(Generic[C]):
     # What it does.
 
     def stage_of(self, config: C, site: Site) -> Stage:
-        """Return when the method acts in this place."""
+        """Return when the method is applied here."""
         return self.stage
 
     def apply(self, ctx: "Application", config: C) -> None:
-        """Change the context."""
+        """Change the Context."""
 
     def reason(self, config: C) -> str:
-        """Return, in half a sentence, what the method does here."""
+        """Return in a few words what the method does here."""
         return self.why
 
 
@@ -332,29 +334,29 @@ def frozen(value: object) -> Any:
 
 
 def thawed(value: object) -> Any:
-    """Return a frozen value as JSON holds it."""
+    """Return a frozen value as JSON values."""
     return [thawed(item) for item in value] if isinstance(value, tuple) else value
 
 
 def is_whole(value: object, least: int = 1) -> bool:
-    """Return whether a value is a whole number of at least `least`, and no bool."""
+    """Return whether a value is an integer of at least `least`, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def qualified_name(cls: type) -> str:
-    """Return a class's full name, as a plan writes it."""
+    """Return the full name of a class, as plans write it."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def as_selectors(value: object) -> Any:
-    """Return classes as their full names, so that a plan holds text only; everything else stays."""
+    """Return classes as their full names, so that a plan holds only text. Other values are unchanged."""
     if isinstance(value, tuple | list):
         return tuple(map(as_selectors, value))
     return qualified_name(value) if isinstance(value, type) else value
 
 
 def selected(model: nn.Module, value: object) -> Any:
-    """Return selectors with the full names of this model's classes turned into those classes; nothing is imported."""
+    """Return selectors with full class names replaced by the classes of this model. Nothing is imported."""
     from drivetrain.module.wrapping import written_class
 
     classes = {qualified_name(cls): cls for module in model.modules() for cls in written_class(module).__mro__}

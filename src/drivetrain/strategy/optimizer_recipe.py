@@ -1,8 +1,8 @@
-"""How the optimizer of a plan is made: by which function, with which settings, of which parameters.
+"""How the optimizer of a plan is made: with which function, settings and parameters.
 
-It is made last, of the parameters as they finally are. Methods change the recipe, not the optimizer: `fused_optimizer` adds a setting,
-`zero1` puts another class around, `half` lets it train copies in float32. An optimizer that already exists is followed where that is
-possible (sharding), and made again where it is not, as long as it has no state to lose.
+It is made last, from the final parameters. Methods change the recipe and not the optimizer: `fused_optimizer` adds a setting,
+`zero1` wraps the class, `half` makes it train float32 copies. An existing optimizer is updated in place where possible
+(sharding). Otherwise it is made again, which is allowed as long as it has no state.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from drivetrain.module.wrapping import named_clean_parameters, unwrap
 
 @dataclass(kw_only=True)
 class OptimizerRecipe:
-    """What makes the optimizer."""
+    """How to make the optimizer."""
 
     build: Callable[..., Optimizer]
     """Called with parameters or groups, and the settings."""
@@ -36,7 +36,7 @@ class OptimizerRecipe:
     """Whether a method changed the recipe, so that an existing optimizer must be made again."""
 
     def make(self, model: nn.Module) -> Optimizer:
-        """Return the optimizer of the final model."""
+        """Return the optimizer for the final model."""
         if self.existing is None:
             return self._build(model)
         if not self.is_changed:
@@ -79,7 +79,7 @@ def recipe_of(optimizer: Optimizer, model: nn.Module) -> OptimizerRecipe:
 
 @dataclass(frozen=True)
 class NamedGroups:
-    """An optimizer's groups for any model of the same structure: parameters by name, and what each group sets."""
+    """The parameter groups of an optimizer for any model of the same structure: parameters by name, and the settings of each group."""
 
     layout: tuple[tuple[tuple[str, ...], Settings], ...]
 

@@ -1,11 +1,11 @@
-"""How the state of a session that a plan has spread over ranks is saved and restored: as that of the whole model where that is asked for.
+"""Save and restore the state of a run that a plan has spread over ranks, on request as the state of the whole model.
 
-Each rank of a pipeline saves its own stages, which is enough to resume on the same mesh. For any other mesh the stages are joined on rank
-0, under the user's own names, and each rank takes its share of such a state when it loads one.
+Each rank of a pipeline saves its own stages, which is enough to resume on the same mesh. For any other mesh the stages are joined
+on rank 0 under the user's own names, and each rank takes its part when it loads such a state.
 
-Next to a tensor axis, `fully_shard` cuts a parameter that no plan splits over the data ranks alone: every tensor rank has a complete set of
-shards, each on a mesh of its own. To whoever saves them these would be different tensors of one name. So they are shown as what they
-are, shards with copies, on one mesh of all ranks, and taken back from there when a state is loaded. Nothing is sent.
+With a tensor axis, `fully_shard` splits a parameter that the tensor plan does not split over the data ranks alone. Every tensor
+rank then has a complete set of shards on its own mesh, which a checkpoint would see as different tensors with one name. So they
+are saved as shards with copies on one mesh of all ranks, and converted back when a state is loaded. Nothing is communicated.
 """
 
 from collections.abc import Mapping
@@ -41,14 +41,14 @@ COPIES = "copies"
 
 @dataclass(frozen=True)
 class PlanLayout:
-    """What a plan leaves with the Context that it was applied to."""
+    """What a plan adds to the Context that it was applied to: how its state is saved and loaded."""
 
     mesh: "DeviceMesh | None" = None
     copies: "DeviceMesh | None" = None
     """The mesh on which parameters that are sharded once for each tensor rank are saved."""
 
     def save(self, context: Context, full: bool) -> StateDict:
-        """Return the state of every item; `full` also joins the stages of a pipeline, on rank 0."""
+        """Return the state of every item. `full` also joins the stages of a pipeline, on rank 0."""
         model = getattr(context, "model", None)
         if isinstance(model, PipelinedModel):
             state = Saving(context, full=False).pack(context, "")
@@ -57,7 +57,7 @@ class PlanLayout:
         return state if full or self.copies is None else with_copies(state, self.copies)
 
     def own_part(self, context: Context, state: StateDict) -> StateDict:
-        """Return what this rank takes of a saved state; of a whole model's, a pipeline takes its own stages."""
+        """Return this rank's part of a saved state. From the state of a whole model a pipeline takes its own stages."""
         model = getattr(context, "model", None)
         state = check_stages(model, state)
         if isinstance(model, PipelinedModel):
@@ -69,7 +69,7 @@ class PlanLayout:
 
 
 def joined_state(context: Context, state: StateDict) -> StateDict:
-    """Return this rank's state with model and optimizer of all stages, on rank 0; the others take part and get nothing."""
+    """Return on rank 0 the state with model and optimizer of all stages. The other ranks take part and return nothing for them."""
     pipeline = context.model  # type: ignore[attr-defined]
     assert isinstance(pipeline, PipelinedModel)
     own: StateDict = {"model": dict(clean_state_dict(pipeline))}
@@ -106,7 +106,7 @@ def _stages(pipeline: PipelinedModel) -> StateDict:
 
 
 def check_stages(model: object, state: Mapping[str, Any]) -> StateDict:
-    """Return a state without the note of its stages; stages that are not this rank's are rejected."""
+    """Return a state without the record of its stages. Stages that do not belong to this rank are an error."""
     saved = state.get(STAGES)
     if saved is not None and not (isinstance(model, PipelinedModel) and dict(saved) == _stages(model)):
         now = (
@@ -128,7 +128,7 @@ def _said(stages: Mapping[str, Any]) -> str:
 
 
 def own_share(context: Context, state: Mapping[str, object]) -> StateDict:
-    """Return a state without what belongs to stages of other ranks; one that has only this rank's stages stays as it is."""
+    """Return a state without the entries of other ranks' stages. A state of this rank's stages alone is returned unchanged."""
     pipeline = context.model  # type: ignore[attr-defined]
     assert isinstance(pipeline, PipelinedModel)
     others = pipeline.all_names - set(clean_state_dict(pipeline))
@@ -191,7 +191,7 @@ def _share_of_optimizer(saved: StateDict, others: frozenset[str]) -> StateDict:
 
 
 def mesh_of_copies(site: Site, mesh: "DeviceMesh | None") -> "DeviceMesh | None":
-    """Return the mesh of all ranks with its tensor axis renamed, or None where nothing needs it; every rank must call this."""
+    """Return the mesh of all ranks with its tensor axis renamed, or None if nothing needs it. Every rank must call this."""
     if mesh is None or site.axis("tensor") in (1, site.world) or site.axis("pipe") > 1:
         return None
     from torch.distributed.device_mesh import DeviceMesh
@@ -202,7 +202,7 @@ def mesh_of_copies(site: Site, mesh: "DeviceMesh | None") -> "DeviceMesh | None"
 
 
 def with_copies(state: StateDict, mesh: "DeviceMesh") -> StateDict:
-    """Return a state whose shards of single tensor ranks are shown on the mesh of all."""
+    """Return a state in which the shards of single tensor ranks are placed on the mesh of all ranks."""
 
     axes = mesh.mesh_dim_names or ()
     shown: dict[int, Tensor] = {}  # a tied parameter stays one tensor
@@ -224,7 +224,7 @@ def with_copies(state: StateDict, mesh: "DeviceMesh") -> StateDict:
 
 
 def without_copies(state: StateDict, mesh: "DeviceMesh") -> StateDict:
-    """Return a state whose tensors with copies are those of this tensor rank again."""
+    """Return a state in which tensors with copies are those of this tensor rank again."""
 
     def take(tensor: Tensor) -> Tensor:
         if not is_dtensor(tensor) or COPIES not in (tensor.device_mesh.mesh_dim_names or ()):  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """Plans as JSON: one schema with a number, and every form in which a plan can be given.
 
-Unknown keys and newer schemas are rejected by name, so that an old program never half-understands a new plan. Nothing in a file is
-executed or imported: classes are written as their full names and compared with those of the model at hand.
+Unknown keys and newer schemas are rejected by name, so that an old program never misreads a new plan. Nothing in a file is
+executed or imported: classes are written as their full names and compared with those of the model.
 """
 
 import json
@@ -30,7 +30,7 @@ LEGACY_PLAN: Slot[Callable[[bytes], list[Any]]] = Slot("strategy.legacy_plan")
 
 
 def as_plain(plan: "Strategy") -> Settings:
-    """Return a plan as JSON holds it."""
+    """Return a plan as JSON values."""
     methods = []
     for name, config, tunable in plan:
         entry: Settings = {"name": name, "config": find_method(name).plain(config)}
@@ -59,15 +59,15 @@ def dump(plan: "Strategy") -> str:
 
 
 def save(plan: "Strategy", path: str | os.PathLike[str]) -> None:
-    """Write a plan next to its file and move it there."""
+    """Write a plan to a temporary file and rename it."""
     target = Path(path)
-    refuse_pickle_name(target)
+    reject_pickle_name(target)
     text = dump(plan)
     target.parent.mkdir(parents=True, exist_ok=True)
     replace_bytes(target, text.encode() + b"\n")
 
 
-def refuse_pickle_name(path: str | os.PathLike[str]) -> None:
+def reject_pickle_name(path: str | os.PathLike[str]) -> None:
     """Reject a file name that promises a pickle."""
     if Path(path).suffix in (".pkl", ".pickle"):
         raise StrategyFormatError(
@@ -76,7 +76,7 @@ def refuse_pickle_name(path: str | os.PathLike[str]) -> None:
 
 
 def load(plan: "type[Strategy]", source: object, allow_pickle: bool = False) -> "Strategy":
-    """Return the plan, of the class that is given, in any of the forms that `Strategy.load` names."""
+    """Return the plan, as an instance of the given class, from any of the forms that `Strategy.load` names."""
     if isinstance(source, plan):
         return source
     if isinstance(source, list | tuple):
@@ -112,7 +112,7 @@ def _from_bytes(plan: "type[Strategy]", data: bytes, allow_pickle: bool, where: 
 
 
 def parse_json(plan: "type[Strategy]", text: str | bytes, where: str = "the plan") -> "Strategy":
-    """Return the plan that a JSON text describes."""
+    """Return the plan from a JSON text."""
     try:
         value = load_json(text)
     except ValueError as error:

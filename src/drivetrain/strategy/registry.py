@@ -1,6 +1,6 @@
-"""The one list of methods: ours and the user's, by name and alias.
+"""The list of all methods, built-in and the user's, by name and alias.
 
-Lists, files and searches all ask here, so a registered method is usable everywhere at once.
+Lists, files and searches all look methods up here, so a registered method can be used everywhere.
 """
 
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ def _add(method: Method) -> None:
 
 
 def find_method(name: object) -> Method:
-    """Return the method of a name or alias.
+    """Return the method with a name or alias.
 
     >>> find_method("fsdp2").name
     'fsdp'
@@ -54,13 +54,13 @@ def method_names() -> list[str]:
 
 
 def all_methods() -> list[Method]:
-    """Return every method, in the order in which a search and its tables go through them."""
+    """Return every method in the order of searches and tables."""
     _load_built_in()
     return list(_methods.values())
 
 
 def mesh_method() -> Method:
-    """Return the method whose configuration lays out the mesh."""
+    """Return the method whose configuration defines the mesh."""
     return next(method for method in all_methods() if method.lays_out_mesh)
 
 
@@ -71,7 +71,7 @@ def group_names() -> list[str]:
 
 
 def expand_names(names: Iterable[object]) -> set[str]:
-    """Return the canonical names of methods and of all methods of the groups named."""
+    """Return the canonical names of methods, with groups replaced by their methods."""
     _load_built_in()
     result: set[str] = set()
     for name in names:

@@ -1,6 +1,7 @@
-"""From a list of methods to what will be done: merged, checked for conflicts, fitted to the world, in the one order of application.
+"""From a list of methods to what will be done: merged, checked for conflicts, fitted to the number of processes, in the order of
+application.
 
-This is pure: it looks and touches nothing, and all ranks that call it with the same arguments get the same result or the same error.
+This has no side effects. All ranks that call it with the same arguments get the same result or the same error.
 """
 
 import functools
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedPlan:
-    """A plan that has met its place."""
+    """A plan that is resolved for a model, a device and a number of processes."""
 
     steps: tuple[tuple[Stage, Method, Any], ...]
     """Stage, method and configuration, in the order of application."""
@@ -39,12 +40,12 @@ class ResolvedPlan:
 
     @property
     def data_ranks(self) -> int:
-        """Over how many ranks the samples of a batch are spread."""
+        """The number of ranks that the samples of a batch are spread over."""
         return math.prod(self.site.axis(axis) for axis in DATA_AXES)
 
     @property
     def batch_split(self) -> tuple[int | None, int | None]:
-        """The micro-batch and the accumulation that its methods ask for; None where they leave it open."""
+        """The micro-batch and the accumulation that its methods set; None if they do not."""
         found = (method.batch_split(config) for _, method, config in self.steps)
         return next((split for split in found if split is not None), (None, None))
 
@@ -54,7 +55,7 @@ class ResolvedPlan:
         return next((one.name for _, one, config in self.steps if one.batch_split(config) is not None), None)
 
     def batch_of(self, plan: "Strategy", global_size: int) -> BatchSplit:
-        """Return how a global batch is split: as the plan says, or as its methods ask for."""
+        """Return how a global batch is split: as the plan or its methods set it."""
         if plan.batch is not None and plan.batch.data_ranks == self.data_ranks:
             return plan.batch
         return plan_batch(global_size, self.data_ranks, *self.batch_split)
@@ -72,7 +73,7 @@ def resolve_plan(
     world: int | None = None,
     strict: bool = False,
 ) -> ResolvedPlan:
-    """Return what a plan means in a place, or raise why it cannot be applied there."""
+    """Resolve a plan for a model, a device and a number of processes, or raise why it cannot be applied."""
     world = get_num_processes() if world is None else world
     place = choose_device(device)
     merged = _expanded(_merged(plan))
@@ -149,7 +150,7 @@ def _expanded(merged: dict[str, Any]) -> dict[str, Any]:
 
 
 def conflict_between(configs: Mapping[str, object], device: torch.device) -> str | None:
-    """Return why methods with these configurations cannot be in one plan, and what to do; None: they can.
+    """Return why methods with these configurations cannot be in one plan, and what to do; None if they can.
 
     Loaded plans and the candidates of a search are held to the same rules.
     """

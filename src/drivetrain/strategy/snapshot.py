@@ -1,11 +1,12 @@
-"""Remember a model's structure and the process's settings, to restore both when a plan fails half-way.
+"""Record a model's structure and the settings of the process, to restore both when a plan fails halfway.
 
-Of the model nothing is copied: classes, dictionaries and the memory behind each parameter are remembered by reference, and a plan replaces
-those rather than writing into them. The one exception is the agreement of ranks on rank 0's values; it comes after everything that can be
-wrong has been checked. Settings that hold for a whole process change what a step computes or costs: a trial runs under the caller's, and
-what a plan changes is gone before the next plan is tried in the same process.
+Nothing of the model is copied: classes, dictionaries and the storage of each parameter are kept by reference, and a plan replaces
+them instead of writing into them. The only exception is the broadcast of rank 0's values; it comes after all checks.
 
-A model that was built on the meta device has nothing to remember: here it gets memory and its first values.
+Settings of the whole process change what a step computes or costs. A trial runs under the caller's settings, and the changes of a
+plan are undone before the next plan is tried in the same process.
+
+A model on the meta device has nothing to record: here it gets memory and its first values.
 """
 
 import sys
@@ -33,7 +34,7 @@ class ModelSnapshot:
             self.tensors.append((tensor, tensor.data, tensor.requires_grad, tensor.grad))
 
     def restore(self) -> None:
-        """Put every class, attribute and tensor back."""
+        """Restore every class, attribute and tensor."""
         for module, cls, fields in self.modules:
             object.__setattr__(module, "__class__", cls)
             vars(module).clear()
@@ -68,7 +69,7 @@ class ProcessSettings:
 
     @classmethod
     def capture(cls) -> "ProcessSettings":
-        """Return the settings of this process; no device is touched."""
+        """Return the settings of this process. No device is initialized."""
         return cls(
             threads=torch.get_num_threads(),
             dtype=torch.get_default_dtype(),
@@ -83,7 +84,7 @@ class ProcessSettings:
         )
 
     def restore(self) -> None:
-        """Give this process the settings."""
+        """Apply the settings to this process."""
         torch.set_num_threads(self.threads)
         torch.set_default_dtype(self.dtype)
         if self.legacy_precision is not None and self.legacy_precision != _legacy_precision():
@@ -120,7 +121,7 @@ def _functorch() -> Any:
 def materialise(
     model: nn.Module, device: torch.device, param_init_fn: Callable[[nn.Module], None] | None = None
 ) -> None:
-    """Give a model on the meta device memory, and let each module initialise its own parameters."""
+    """Allocate memory for a model on the meta device, and let each module initialise its own parameters."""
     ties = shared_places(model)
     model.to_empty(device=device)
     for places in ties:

@@ -1,10 +1,11 @@
-"""What joins loader, loss and optimizer of a hand-written loop, so that its five lines are right for any plan.
+"""Connects loader, loss and optimizer of a hand-written loop, so that its five lines are correct for any plan.
 
-The loader opens and closes accumulation windows and says when gradients synchronise; the loss keeps its value while its gradient is
-weighted by its share of the window (and by the float16 scale); the optimizer steps when a window closes. All of that is the
-`Stepper`'s (`drivetrain.module.stepper`); this file connects it to the three objects that the loop holds. When the loader knows how
-many samples a window will have, gradients are complete after the last backward, so that clipping between backward and step sees the
-truth.
+The loader opens and closes accumulation windows and decides when gradients synchronise. The loss keeps its value, while its
+gradient is weighted by its share of the window (and by the float16 scale). The optimizer steps when a window closes. All of that
+is in the `Stepper` (`drivetrain.module.stepper`); this file connects it to the three objects of the loop.
+
+If the loader knows how many samples a window will have, gradients are complete after the last backward, so that clipping between
+backward and step sees the final gradients.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Stepping:
-    """The stepper of one plan between the user's loader, loss and optimizer."""
+    """Connects the stepper of one plan with the user's loader, loss and optimizer."""
 
     def __init__(self, ctx: "Application", batch: BatchSplit | None):
         self.model = ctx.model
@@ -68,7 +69,7 @@ class Stepping:
         self.begin(None)
 
     def begin(self, info: BatchInfo | None, total: int | None = None) -> None:
-        """Take the next micro-batch; `total` is the number of samples in the epoch, where it is known."""
+        """Start the next micro-batch. `total` is the number of samples in the epoch, if it is known."""
         window = self.window
         self.stepper.begin(last=info is not None and bool(info.last))
         self._info, self._factor, self._is_stepped = info, None, False
@@ -90,7 +91,7 @@ class Stepping:
         set_synchronisation(self.model, flag)
 
     def follow(self, loader: "PlannedLoader", batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield a loader's batches, each as the next of its window."""
+        """Yield a loader's batches, each as the next one of its window."""
         self._is_followed = True
         self.window.reset()
         total = loader._samples()
@@ -105,7 +106,7 @@ class Stepping:
             yield batch
 
     def loss(self, inputs: object, outputs: object) -> Any:
-        """Return the user's loss: its true value, with a gradient weighted for the window."""
+        """Return the user's loss with its true value and a gradient weighted for the window."""
         result = self.plain_loss(inputs, outputs)
         if self.pipeline is not None:  # its gradients were computed, and weighted, when the model ran
             return result
@@ -115,7 +116,7 @@ class Stepping:
         return self.weigh(result, items)
 
     def items_of(self, inputs: object) -> Count | None:
-        """Return how many items the loss of prepared input is a mean over; None: its samples, or nothing is divided."""
+        """Return how many items the loss of a prepared input is a mean over; None for its samples, or if nothing is divided."""
         if self.count_items is None or (self.window.is_plain and self.pipeline is None):
             return None
         is_empty = self._info is not None and self._info.size == 0  # a stand-in for a rank that has no samples left
@@ -135,7 +136,7 @@ class Stepping:
             return self._loss_func(inputs, outputs)
 
     def weigh(self, loss: Tensor, items: Count | None = None) -> Tensor:
-        """Return the same loss with a gradient that is multiplied by its share of the window, by samples or by so many items."""
+        """Return the same loss with its gradient multiplied by its share of the window, by samples or by this many items."""
         if not (isinstance(loss, Tensor) and loss.requires_grad and torch.is_grad_enabled()):
             return loss
         scale = self.gradient_weight(items, loss.device)
@@ -144,7 +145,7 @@ class Stepping:
         return loss if isinstance(scale, float) and scale == 1.0 else _weighted(loss, scale)
 
     def gradient_weight(self, items: Count | None, device: torch.device | None = None) -> Count:
-        """Return what the gradient of the micro-batch in hand is multiplied by: its share of the window, and float16's scale."""
+        """Return the factor for the gradient of the current micro-batch: its share of the window, and float16's scale."""
         if self._factor is None:
             self._factor = self._window_share(items)
         scaler = self.stepper.scaler
@@ -178,17 +179,17 @@ class Stepping:
 
     @property
     def is_last_pass(self) -> bool:
-        """Whether the micro-batch in hand closes its window."""
+        """Whether the current micro-batch closes its window."""
         return self.window.closes
 
     def amount(self, items: Count | None) -> Count:
-        """Return how much this rank's loss counts in the mean over all data ranks: its items, else its samples."""
+        """Return the weight of this rank's loss in the mean over all data ranks: its items, else its samples."""
         return self._sizes()[0] if items is None else items
 
     # At the end of a window.
 
     def step(self) -> None:
-        """End the micro-batch: update the parameters if it closes its window."""
+        """End the micro-batch, and update the parameters if it closes its window."""
         self._is_stepped, self.just_updated = True, False
         if self.window.closes:
             self.just_updated = self.stepper.update(self.skip_nonfinite)
@@ -196,7 +197,7 @@ class Stepping:
             self.begin(None)
 
     def may_clear(self) -> bool:
-        """Return whether no gradient of an open window would be lost: before its first backward, or after its update.
+        """Return whether clearing gradients loses nothing: before the first backward of a window, or after its update.
 
         So `zero_grad` may stand at the beginning of a loop's body as well as at its end.
         """
@@ -227,7 +228,7 @@ def _mark_tied(pipeline: PipelinedModel, optimizer: Optimizer) -> None:
 
 
 class PlannedOptimizer(Optimizer):
-    """An optimizer that steps and clears when an accumulation window closes; everything else is the inner one's."""
+    """An optimizer that steps and clears when an accumulation window closes. Everything else is delegated to the inner optimizer."""
 
     def __init__(self, inner: Optimizer, stepping: Stepping):  # the inner optimizer's own initialisation is enough
         self.__dict__["inner"] = inner
@@ -247,16 +248,16 @@ class PlannedOptimizer(Optimizer):
 
     @property
     def window_closed(self) -> bool:
-        """Whether the batch in hand is the last of its window, so that `step` will update."""
+        """Whether the current batch is the last of its window, so that `step` will update."""
         return self.stepping.window.closes
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last update was left out because a gradient was not finite."""
+        """Whether the last update was skipped because a gradient was not finite."""
         return bool(self.stepping.stepper.was_skipped)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        """Scale the gradients of a closing window to at most this norm; return the norm before, None inside a window.
+        """Scale the gradients of a closing window to at most this norm. Return the norm before it, None inside a window.
 
         The norm is that of the whole model on any mesh: over shards, tensor ranks and pipeline stages, and of the copies that the
         optimizer trains where the model has 16 bits or is offloaded. All ranks must call this.
@@ -270,7 +271,7 @@ class PlannedOptimizer(Optimizer):
         )
 
     def unscale_(self) -> None:
-        """Complete the gradients of a closing window now, to clip or look at them before `step`."""
+        """Complete the gradients of a closing window now, to clip or inspect them before `step`."""
         reasons = {
             "the optimizer trains copies of the parameters, which hold the gradients": hasattr(
                 self.inner, "collect_gradients"
@@ -308,7 +309,7 @@ class PlannedOptimizer(Optimizer):
 
 
 class PlannedScheduler:
-    """A scheduler that moves on only when the optimizer really stepped."""
+    """A scheduler that advances only when the optimizer really stepped."""
 
     def __init__(self, inner: Any, optimizer: PlannedOptimizer):
         self.inner, self._optimizer = inner, optimizer
@@ -317,7 +318,7 @@ class PlannedScheduler:
         return getattr(self.__dict__["inner"], name)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move the learning rate on, unless the update was left out."""
+        """Advance the learning rate, unless the update was skipped."""
         if self._optimizer.stepping.just_updated:
             self.inner.step(*args, **kwargs)
 
@@ -344,7 +345,7 @@ class PlannedLoader(SmartDataLoader[Any]):
         return super().__len__()
 
     def attach(self, stepping: Stepping) -> None:
-        """Let this loader open and close the windows."""
+        """Make this loader open and close the windows."""
         if self.drop_last and stepping.window.length > 1 and self._samples() is None:
             raise ConfigError(
                 "drop_last with accumulation needs data whose length is known, to find the last full batch. Remove drop_last."

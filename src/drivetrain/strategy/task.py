@@ -1,7 +1,7 @@
-"""What a search must be able to do with somebody's training: build the model, take samples, compute the loss, shape all of it by a plan.
+"""What a search must be able to do with a training program: build the model, take samples, compute the loss, and apply a plan to it.
 
-It is a value that can be sent to another process: every field is a module, plain data or an importable function. `auto_accelerate` and
-the Trainer each make one; profile, simulation and trials know nothing else about whose loop it is.
+A task can be sent to another process: every field is a module, plain data or an importable function. `auto_accelerate` and the
+Trainer each make one. Profile, simulation and trials know nothing else about the loop.
 """
 
 import copy
@@ -27,7 +27,7 @@ ParameterGroups = Callable[[nn.Module], Iterable[nn.Parameter] | Iterable[Settin
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingTask:
-    """One training, in the parts that plans are made for."""
+    """One training program, in the parts that plans are made for."""
 
     model: nn.Module | None = None
     model_fn: Callable[[], nn.Module] | None = None
@@ -50,7 +50,7 @@ class TrainingTask:
     """What the loss is a mean over, where `follow_task` has found it."""
 
     def build(self) -> nn.Module:
-        """Return a model of its own, with its own memory."""
+        """Return a separate model with its own memory."""
         if self.model_fn is not None:
             return self.model_fn()
         if self.model is None:
@@ -58,7 +58,7 @@ class TrainingTask:
         return copy.deepcopy(self.model)
 
     def batch(self, size: int) -> Any:
-        """Return `size` samples as a loader yields them, going round where there are fewer."""
+        """Return `size` samples as a loader yields them, repeated if there are fewer."""
         from torch.utils._pytree import tree_map_only
 
         have = self.sample_count
@@ -74,14 +74,14 @@ class TrainingTask:
 
     @property
     def sample_count(self) -> int:
-        """How many samples are at hand."""
+        """The number of available samples."""
         from torch.utils._pytree import tree_leaves
 
         sizes = [leaf.shape[0] for leaf in tree_leaves(self.samples) if isinstance(leaf, Tensor) and leaf.ndim > 0]
         return max(sizes, default=0)
 
     def prepared(self, batch: Batch, device: torch.device) -> Any:
-        """Return the model's input for what a loader yields."""
+        """Return the model's input for a batch of the loader."""
         return prepared_input(batch, device, self.prepare_input)
 
     def loss(self, inputs: Batch, outputs: Any) -> Tensor:
@@ -93,7 +93,7 @@ class TrainingTask:
 
     @property
     def is_counted(self) -> bool:
-        """Whether it is known how much the losses of parts of a batch count."""
+        """Whether the weights of the losses of partial batches are known."""
         return self.count_items is not None or self.items.kind != "unknown"
 
     def recipe(self) -> OptimizerRecipe | None:
@@ -110,7 +110,7 @@ class TrainingTask:
         batch: BatchSplit | None,
         make_loader: Callable[[Application], Any] | None = None,
     ) -> Application:
-        """Apply a plan to a model and what trains it; `stepping` and `optimizer` of the result are those that a loop uses.
+        """Apply a plan to a model, its optimizer and its loss. A loop uses `stepping` and `optimizer` of the result.
 
         `make_loader` is called when the mesh is there, so that a loader knows its share.
         """
@@ -145,7 +145,7 @@ def parameters_of(model: nn.Module) -> Iterable[nn.Parameter]:
 
 @dataclass(frozen=True)
 class CallModel:
-    """Calls a model as `model_input_format` says: `model(x)`, `model(*x)` or `model(**x)`."""
+    """Calls a model as `model_input_format` defines: `model(x)`, `model(*x)` or `model(**x)`."""
 
     input_format: str | None = None
 

@@ -1,7 +1,8 @@
-"""The Strategy: a plan as a value. It can be read like a list, compared, hashed, explained, written as JSON and read back.
+"""The Strategy: a plan as a value.
 
-Nothing changes it in place: the methods that edit return a new one. Two plans are equal when they do the same, in whatever order they
-were written: the order of application is fixed, and numbers, reasons and fingerprints only describe it.
+It can be read like a list, compared, hashed, explained, written as JSON and read back. It is immutable: methods that edit return
+a new plan. Two plans are equal if they do the same, in whatever order they were written: the order of application is fixed, and
+numbers, reasons and fingerprints only describe the plan.
 """
 
 import hashlib
@@ -120,11 +121,11 @@ class Strategy:
         return f"Strategy([{', '.join(repr(entry.name) for entry in self)}])"
 
     def opt_names(self) -> list[str]:
-        """Return the names of the methods, as listed."""
+        """Return the names of the methods in listed order."""
         return [entry.name for entry in self]
 
     def is_tunable(self) -> bool:
-        """Return whether some configuration is left to a search."""
+        """Return whether a search may change some configuration."""
         return any(entry.tunable for entry in self)
 
     def get_parallel_mode(self) -> tuple[bool, Any]:
@@ -229,7 +230,7 @@ class Strategy:
         device: torch.device | str | None = None,
         world_size: int | None = None,
     ) -> None:
-        """Raise what would be raised before anything is changed: conflicts, wrong settings, an impossible mesh."""
+        """Check the plan without changing anything. Raise on conflicts, wrong settings or an impossible mesh."""
         from drivetrain.strategy.resolve import resolve_plan
 
         resolve_plan(self, model=model, device=device, world=world_size)
@@ -253,13 +254,13 @@ class Strategy:
         draw(self, path)
 
     def diff(self, other: "Strategy") -> str:
-        """Return what differs from this plan to another, one line each; empty when they are equal."""
+        """Return what differs from this plan to another, one line each; empty if they are equal."""
         from drivetrain.strategy.explain import difference
 
         return difference(self, other)
 
     def require_success(self) -> "Strategy":
-        """Return the plan, or raise what made it fail."""
+        """Return the plan, or raise its failure."""
         if self.failure is not None:
             raise PlanInfeasible(f"{self.failure.kind}: {self.failure.message}")
         return self
@@ -273,21 +274,21 @@ class Strategy:
         return dump(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as a JSON file, whole or not at all."""
+        """Write the plan as a JSON file, atomically."""
         from drivetrain.strategy.reading import save
 
         save(self, path)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Strategy":
-        """Return the plan that a JSON text describes."""
+        """Return the plan from a JSON text."""
         from drivetrain.strategy.reading import parse_json
 
         return parse_json(cls, text)
 
     @classmethod
     def load(cls, source: object, *, allow_pickle: bool = False) -> "Strategy":
-        """Return the plan in a Strategy, a list, a dict, JSON as text or bytes, or a file.
+        """Return the plan from a Strategy, a list, a dict, JSON as text or bytes, or a file.
 
         A text that begins with `{` or `[` is JSON, any other is a path.
         """
@@ -323,7 +324,7 @@ def as_entry(item: object) -> Entry:
 
 
 def fingerprint(model: nn.Module, device: torch.device, world: int, global_batch: int | None) -> Settings:
-    """Return what identifies the place a plan was applied in."""
+    """Return what identifies the model, device and versions that a plan was applied with."""
     text = "\n".join(
         f"{name} {tuple(tensor.shape)} {tensor.dtype}"
         for name, tensor in model.state_dict(keep_vars=True).items()

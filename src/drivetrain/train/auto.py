@@ -40,14 +40,14 @@ from drivetrain.strategy.device_spec import DeviceSpec
 from drivetrain.strategy.dry_run import DryRunOutcome, follow_task, verify_plan
 from drivetrain.strategy.mesh import mesh_size
 from drivetrain.strategy.method import is_whole
-from drivetrain.strategy.reading import refuse_pickle_name
+from drivetrain.strategy.reading import reject_pickle_name
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
 from drivetrain.strategy.search.constraints import SearchConstraints, with_included
 from drivetrain.strategy.stepping import PlannedLoader, PlannedOptimizer, PlannedScheduler, make_loader
 from drivetrain.strategy.task import CallModel, ParameterGroups, TrainingTask
 from drivetrain.strategy.trial.checking import NOT_EXACT
 from drivetrain.strategy.trial.memory import watch_memory
-from drivetrain.strategy.trial.process import refuse_inside_trial
+from drivetrain.strategy.trial.process import reject_inside_trial
 from drivetrain.strategy.value import Failure, Strategy, changes_since, fingerprint
 from drivetrain.train import loaders
 from drivetrain.train.items import counts_rows_alike
@@ -181,7 +181,7 @@ def auto_accelerate(
     Wrong input raises. A given plan that fails its trial, and a search in which nothing fits, return `(False, None, plan)` with
     `plan.failure`, or raise with `strict=True`; the model is then unchanged. A search whose trials all fail warns and changes nothing.
     """
-    refuse_inside_trial("auto_accelerate")
+    reject_inside_trial("auto_accelerate")
     options = _options(kargs)
     check_model(model)
     if model_input_format not in _FORMATS:
@@ -190,7 +190,7 @@ def auto_accelerate(
             "model(**x)."
         )
     if save_strategy_to_file is not None:
-        refuse_pickle_name(save_strategy_to_file)
+        reject_pickle_name(save_strategy_to_file)
     if load_strategy is None and finetune_strategy:
         raise ConfigError("finetune_strategy=True needs load_strategy, the plan to start from.")
     given = None if load_strategy is None else Strategy.load(load_strategy, allow_pickle=options.allow_pickle)

@@ -42,7 +42,7 @@ from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
 from drivetrain.strategy.search.constraints import SearchConstraints
 from drivetrain.strategy.search.decision import plain_plan
 from drivetrain.strategy.task import TrainingTask
-from drivetrain.strategy.trial.process import refuse_inside_trial
+from drivetrain.strategy.trial.process import reject_inside_trial
 from drivetrain.strategy.value import Strategy, fingerprint
 from drivetrain.train import loaders
 from drivetrain.train.auto import read_samples
@@ -372,7 +372,7 @@ def search_plan(request: PlanRequest) -> Strategy:
     A search that fails does not end a training, unless `strict`: the plan is then the one that needs the least memory, where none fits by
     prediction, else one that changes nothing.
     """
-    refuse_inside_trial("Trainer(strategy='auto')")
+    reject_inside_trial("Trainer(strategy='auto')")
     constraints = constraints_of(request)
     task, obstacle = make_task(request)
     if request.strict:

@@ -33,5 +33,5 @@ ROWS = (
 
 
 def built_in_methods() -> list[Method]:
-    """Return one object of every method."""
+    """Return one instance of every built-in method."""
     return [getattr(import_module(f"drivetrain.strategy.methods.{file}"), cls)() for file, cls in ROWS]

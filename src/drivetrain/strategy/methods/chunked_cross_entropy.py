@@ -34,7 +34,7 @@ class ChunkedConfig:
 
 
 class ChunkedCrossEntropy(Method):
-    """Loss and gradients of the last layer in one pass over chunks of rows."""
+    """Loss and gradients of the last layer, computed together over chunks of rows."""
 
     name, group, stage = "chunked_cross_entropy", "loss", Stage.MODULE
     Config = ChunkedConfig

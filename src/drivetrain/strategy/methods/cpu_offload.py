@@ -1,7 +1,8 @@
-"""Keep in host memory what the device has no room for (Ren et al., 2021, ZeRO-Offload, arXiv 2101.06840).
+"""Keep in host memory what does not fit on the device (Ren et al., 2021, ZeRO-Offload, arXiv 2101.06840).
 
-Under `fsdp` and `zero2` parameters, gradients and optimizer state live on the host, and `fully_shard` brings each block's parameters up
-when it needs them. Without sharding the optimizer trains copies on the host: Adam's state, twice the parameters, never reaches the device.
+With `fsdp` and `zero2`, parameters, gradients and optimizer state are in host memory, and `fully_shard` copies each block's
+parameters to the device when it needs them. Without sharding, the optimizer trains copies on the host: Adam's state, twice the
+size of the parameters, is never on the device.
 """
 
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class OffloadConfig:
 
 
 class CpuOffload(Method):
-    """Optimizer state, and under sharding the parameters too, in host memory."""
+    """Optimizer state, and with sharding also the parameters, in host memory."""
 
     name, group, stage = "cpu_offload", "offload", Stage.OPTIMIZER
     Config = OffloadConfig
@@ -106,7 +107,7 @@ class CpuOffload(Method):
 
 
 def pins_memory(ctx: "Application", config: OffloadConfig) -> bool:
-    """Return whether host copies of a plan are pinned: there must be a device to read them."""
+    """Return whether a plan pins its host copies. That needs a device that reads them."""
     return config.pin_memory and ctx.device.type == "cuda"
 
 

@@ -174,7 +174,7 @@ def shard_over_data(
     cpu_offload: bool = False,
     param_init_fn: Any = None,
 ) -> None:
-    """Shard the model over the data axes of the mesh; a precision that was asked for becomes the policy."""
+    """Shard the model over the data axes of the mesh. A requested precision becomes the mixed-precision policy."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
     from drivetrain.module.blocks import select_modules
@@ -212,13 +212,13 @@ def shard_over_data(
 
 
 def sharding_options(method: Method, scope: "SearchScope") -> list[Option]:
-    """Return a method that splits what data ranks share, where there are some; on a CPU only if one is asked for."""
+    """Return the option to shard over data ranks if there are several; on a CPU only on request."""
     is_sensible = not scope.is_cpu or scope.needs_dimension(str(method.dimension))
     return method.flag_options(scope, is_sensible) if scope.world > 1 else []
 
 
 def shard_mesh(mesh: "DeviceMesh", axes: list[str], has_sequence: bool = False) -> "DeviceMesh":
-    """Return the part of a mesh to shard over: one axis, or `data` outside and `zero` inside for hybrid sharding.
+    """Return the part of the mesh to shard over: one axis, or `data` outside and `zero` inside for hybrid sharding.
 
     Ranks along `sequence` hold the same parameters, so they shard them too, together with the innermost of the others.
     """

@@ -31,7 +31,7 @@ class ChannelsLast(Method):
     conflicts = dict.fromkeys(
         ("fsdp", "zero2"), "Sharding needs parameters that are contiguous, and kernels of this layout are not."
     )
-    why = "convolutions read the channels of a pixel in one go"
+    why = "convolutions read all channels of a pixel together"
 
     def options(self, scope: "SearchScope") -> list[Option]:
         return self.flag_options(scope, scope.profile.has_convolution)
@@ -41,7 +41,7 @@ class ChannelsLast(Method):
         is_cut = compiler is not None and compiler.scope == "block"
         if candidate.data > 1 and candidate.divides_model:
             return "sharding needs contiguous parameters"
-        return "blocks that are compiled one by one have a layout of their own" if is_cut else None
+        return "blocks that are compiled separately choose their own layout" if is_cut else None
 
     def affect(self, effects: "Effects", config: NoConfig) -> None:
         effects.is_channels_last = True
@@ -54,7 +54,7 @@ class ChannelsLast(Method):
         if axis is not None and site.axis("data") * site.axis("zero") > 1:
             raise ConflictError(
                 f"channels_last and data ranks with a {axis!r} axis cannot be used together: gradients are averaged by sharding there, "
-                "which needs parameters that are contiguous, and kernels of this layout are not. Leave channels_last out."
+                "which needs parameters that are contiguous, and kernels of this layout are not. Remove channels_last."
             )
         if site.model is None:
             return
@@ -78,7 +78,7 @@ _FUSED_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 
 
 class FusedOptimizer(Method):
-    """`fused=True`, else `foreach=True`, else nothing; always said."""
+    """`fused=True`, else `foreach=True`, else no change. The plan reports which one was chosen."""
 
     name, group, stage = "fused_optimizer", "optimizer", Stage.OPTIMIZER
     why = "the update runs in one kernel"
@@ -195,7 +195,7 @@ class CpuThreads(Method):
 
 
 def cpu_share() -> int:
-    """Return how many CPUs each process of this machine may use, when they share them."""
+    """Return how many CPUs each process on this machine may use if they share them equally."""
     world = launched_world()
     around = None if world is None else world.local_world_size
     return max(1, usable_cpus() // (around or get_num_processes()))

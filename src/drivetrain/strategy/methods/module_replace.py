@@ -38,7 +38,7 @@ class ModuleReplace(Method):
     not_simulated = "replaced modules are compared by their values, and fake tensors have none"
 
     def parse(self, config: object = None) -> ModuleReplaceConfig:
-        """Read also `{pair: keywords}` and a list of pairs."""
+        """Also accept `{pair: keywords}` and a list of pairs."""
         if isinstance(config, str):
             config = (config,)
         if isinstance(config, list | tuple):
@@ -79,18 +79,18 @@ _TOLERANCE, _MODEL_TOLERANCE = 1e-5, 1e-4
 
 
 class ReplacePair:
-    """The base of pairs: a test for what is replaced, and the maker of its replacement."""
+    """The base of pairs: a test for what is replaced, and the factory of its replacement."""
 
     def matches(self, module: nn.Module) -> bool:
         """Return whether a module may be replaced."""
         raise NotImplementedError
 
     def replace(self, module: nn.Module, **kwargs: object) -> nn.Module | None:
-        """Return the module that takes the place, with the same parameters, or None to leave it."""
+        """Return the replacement with the same parameters, or None to keep the module."""
         raise NotImplementedError
 
     def sample(self, module: nn.Module) -> tuple[object, ...] | None:
-        """Return made-up arguments to compare the two on; None where the pair proves itself."""
+        """Return random arguments to compare the two on; None if the pair needs no comparison."""
         return None
 
 
@@ -110,7 +110,7 @@ def register_replace_pair(
     supported_dtypes: Sequence[torch.dtype] = FLOATS,
     pair_cls: type[ReplacePair] | None = None,
 ) -> Callable[[type[ReplacePair]], type[ReplacePair]]:
-    """Add a pair under a name: pass the class, or use the result as a decorator."""
+    """Register a pair under a name: pass the class, or use the result as a decorator."""
 
     def register(cls: type[ReplacePair]) -> type[ReplacePair]:
         if not (isinstance(cls, type) and issubclass(cls, ReplacePair)):
@@ -131,7 +131,7 @@ def pair_names() -> list[str]:
 
 
 def check_pair(name: str) -> None:
-    """Reject the name of an unknown pair."""
+    """Raise for the name of an unknown pair."""
     if name not in _pairs:
         raise ConfigError(unknown_name("pair", name, _pairs, where="module_replace"))
 
@@ -139,7 +139,7 @@ def check_pair(name: str) -> None:
 def replace_pairs(
     model: nn.Module, pairs: Mapping[str, Mapping[str, object]] | None = None
 ) -> tuple[list[str], list[str]]:
-    """Replace in place; return the names of the modules replaced, and remarks about those that were left."""
+    """Replace in place. Return the names of the replaced modules, and remarks about those that were not."""
     wanted = {name: {} for name in _pairs} if pairs is None else pairs
     replaced: list[str] = []
     remarks: list[str] = []
@@ -166,7 +166,7 @@ def replace_pairs(
 def _verified(registered: _Registered, module: nn.Module, kwargs: Mapping[str, object]) -> tuple[nn.Module | None, str]:
     dtypes = {parameter.dtype for parameter in module.parameters()}
     if dtypes - set(registered.supported_dtypes):
-        return None, f"left, because its type {dtypes} is not supported by the replacement"
+        return None, f"not replaced, because its type {dtypes} is not supported by the replacement"
     new = registered.pair.replace(module, **kwargs)
     sample = None if new is None else registered.pair.sample(module)
     if new is None or sample is None:
@@ -174,10 +174,10 @@ def _verified(registered: _Registered, module: nn.Module, kwargs: Mapping[str, o
     with torch.no_grad():
         expected, given = module(*sample), new(*sample)
     if not (isinstance(given, Tensor) and isinstance(expected, Tensor) and given.shape == expected.shape):
-        return None, "left, because the replacement returns something else"
+        return None, "not replaced, because the replacement returns outputs of another form"
     error = (given.float() - expected.float()).abs().max().item() / max(1.0, expected.float().abs().max().item())
     if not error <= _TOLERANCE:
-        return None, f"left, because the replacement differs by {error:.1e}"
+        return None, f"not replaced, because the replacement differs by {error:.1e}"
     return new, ""
 
 
@@ -215,17 +215,17 @@ register_replace_pair("rms_norm", pair_cls=_RmsNorm)
 
 
 class FusedAttention(GeneratedClass):
-    """Multi-head attention that returns no weights unless asked for them, so that torch's fused kernel can run."""
+    """Multi-head attention that returns weights only on request, so that torch's fused kernel can run."""
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Attend; the fifth argument, or the keyword, still asks for weights."""
+        """Attend. The fifth argument, or the keyword, still requests weights."""
         if len(args) < 5:
             kwargs.setdefault("need_weights", False)
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
 def fuse_attention(model: nn.Module, run: Callable[[nn.Module], object] | None) -> tuple[list[str], list[str]]:
-    """Let attention layers use `F.scaled_dot_product_attention`; return the names changed, and remarks.
+    """Make attention layers use `F.scaled_dot_product_attention`. Return the changed names, and remarks.
 
     `run` calls the model on a few samples. Whether a model uses the attention weights only shows in its outputs, so without samples
     nothing is changed.
@@ -236,7 +236,7 @@ def fuse_attention(model: nn.Module, run: Callable[[nn.Module], object] | None) 
         try:
             switch("sdpa")
         except ValueError:
-            return [], [f"{type(model).__name__} has no other form of its attention"]
+            return [], [f"{type(model).__name__} has no alternative implementation of its attention"]
         return ["attention of the whole model"], []
     layers = {name: module for name, module in model.named_modules() if type(module) is nn.MultiheadAttention}
     inside = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # these never ask for weights
@@ -245,7 +245,7 @@ def fuse_attention(model: nn.Module, run: Callable[[nn.Module], object] | None) 
     if not layers:
         return [], []
     if run is None:
-        return [], [f"{name}: left, because there is no sample to compare outputs on" for name in layers]
+        return [], [f"{name}: not replaced, because there is no sample to compare outputs on" for name in layers]
     expected = run(model)
     for module in layers.values():
         object.__setattr__(module, "__class__", subclass_of(nn.MultiheadAttention, FusedAttention))
@@ -258,7 +258,7 @@ def fuse_attention(model: nn.Module, run: Callable[[nn.Module], object] | None) 
         return list(layers), []
     for module in layers.values():
         module.__class__ = nn.MultiheadAttention
-    return [], [f"attention: left, because {remark}"]
+    return [], [f"attention: not replaced, because {remark}"]
 
 
 def _largest_difference(expected: object, given: object) -> float:

@@ -44,7 +44,7 @@ class CompileConfig:
 
 
 class NativeDynamo(Method):
-    """torch.compile in place: no name and no key changes."""
+    """torch.compile in place. Names and state-dict keys do not change."""
 
     name, group, stage = "native_dynamo", "dynamo", Stage.COMPILE_MODEL
     aliases = ("compile",)
@@ -194,7 +194,7 @@ class CudaGraphs(Method):
         return None if device.type == "cuda" else "it needs a CUDA device"
 
     def expand(self, config: NoConfig) -> dict[str, Any]:
-        """Stand for itself and the compiler, which records the kernels that it makes."""
+        """Return the method itself and the compiler whose kernels it records."""
         return {self.name: None, NativeDynamo.name: None}
 
     def apply(self, ctx: "Application", config: NoConfig) -> None:

@@ -60,7 +60,7 @@ class ParallelMode(Method):
         return replace(config, axes=tuple((axis, axes[axis]) for axis, _ in config.axes))
 
     def parse(self, config: object = None) -> ParallelModeConfig:
-        """Read also `([(axis, size), ...], rank_order)`."""
+        """Also accept `([(axis, size), ...], rank_order)`."""
         if isinstance(config, tuple | list) and not _is_axes(config):
             if len(config) > 3 or not config or not (config[0] is None or _is_axes(config[0])):
                 raise self.bad(
@@ -163,7 +163,7 @@ _PARTS = {"parallel_mode": "parallel_mode", "tensor_config": "tensor_parallel", 
 
 
 class MixedParallel(Method):
-    """Stands for `parallel_mode`, and for the methods that its axes need."""
+    """Combines `parallel_mode` with the methods that its axes need."""
 
     name, group, stage = "mixed_parallel", "parallel", Stage.MESH
     aliases: ClassVar[tuple[str, ...]] = ("ds_3d_parallel", "deepspeed_3d_parallel")
@@ -175,7 +175,7 @@ class MixedParallel(Method):
     }
 
     def parse(self, config: object = None) -> MixedParallelConfig:
-        """Read each part as the method it belongs to does."""
+        """Read each part with the method that it belongs to."""
         if isinstance(config, Mapping):
             config = {
                 key: find_method(_PARTS[key]).parse(value) if key in _PARTS and value is not None else value

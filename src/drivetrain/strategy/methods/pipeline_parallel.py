@@ -1,4 +1,4 @@
-"""Split the layers of a model over the ranks of the `pipe` axis, and run micro-batches through them as through a pipeline.
+"""Split the layers of a model over the ranks of the `pipe` axis and run micro-batches through them as a pipeline.
 
 Each rank keeps the parameters of its own stages only. `result.model(batch)` runs the whole schedule, backward included.
 """
@@ -67,7 +67,7 @@ class PipelineParallel(Method):
         return list(range(2, min(scope.world, blocks) + 1))
 
     def axis_options(self, scope: "SearchScope", size: int, micro: int, accumulation: int) -> list[Option]:
-        """Cut a pass into at least as many micro-batches as stages, so that all are busy; nothing is accumulated in addition."""
+        """Cut a pass into at least as many micro-batches as stages, so that all stages are busy, and do not accumulate further."""
         parts = (size, 2 * size, 4 * size, 8 * size)
         possible = [count for count in parts if accumulation == 1 and count <= micro and micro % count == 0]
         return [((self.name, scope.config(self, microbatches=count)),) for count in possible]
@@ -88,7 +88,7 @@ class PipelineParallel(Method):
         return self.microbatches(config, site.axis("pipe"))
 
     def microbatches(self, config: PipelineConfig, ranks: int) -> int:
-        """Return into how many parts a pass is cut on a pipe axis of some size."""
+        """Return the number of micro-batches of a pass for a size of the pipe axis."""
         return config.microbatches or 2 * ranks
 
     def read(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class PipelineParallel(Method):
                     raise MethodConfigError(unknown_name("module", name, modules, where="pipeline_parallel: split"))
 
     def shape(self, config: PipelineConfig, ranks: int) -> tuple[int, str, int]:
-        """Return the number of stages, the schedule, and the number of micro-batches on a pipe axis of some size."""
+        """Return the number of stages, the schedule and the number of micro-batches for a size of the pipe axis."""
         named = None if config.split == "auto" else len(config.split) + 1
         stages = config.stages or named or ranks * (2 if config.schedule == "Interleaved1F1B" else 1)
         if named is not None and stages != named:
@@ -152,14 +152,14 @@ class PipelineParallel(Method):
         return stages, schedule, config.microbatches or 2 * ranks
 
     def apply(self, ctx: "Application", config: PipelineConfig) -> None:
-        """Cut the model and put this rank's stages in its place."""
+        """Split the model and replace it by this rank's stages."""
         import torch.distributed as dist
 
         from drivetrain.module.pipeline import split_model
         from drivetrain.module.pipeline_schedule import PipelinedModel
 
         stages, schedule, microbatches = self.shape(config, ctx.plan.site.axis("pipe"))
-        _refuse(ctx, schedule)
+        _check_methods(ctx, schedule)
         if ctx.loss_func is None:
             raise ConfigError(
                 "pipeline_parallel: a pipeline runs forward and backward together and needs loss_func. Pass it."
@@ -171,7 +171,7 @@ class PipelineParallel(Method):
         group = ctx.mesh.get_group("pipe")
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         own = range(rank, stages, ranks)
-        _refuse_open_blocks(ctx, split)
+        _check_whole_blocks(ctx, split)
         for names in split.tied:
             if len({stage % ranks for stage in names}) < len(names):
                 raise MethodConfigError(
@@ -198,7 +198,7 @@ class PipelineParallel(Method):
         )
 
 
-def _refuse(ctx: "Application", schedule: str) -> None:
+def _check_methods(ctx: "Application", schedule: str) -> None:
     """Reject what pipelines cannot do with other methods, the same on all ranks."""
     if getattr(ctx.plan.config("native_dynamo"), "scope", None) == "model":
         raise ConflictError(
@@ -220,7 +220,7 @@ def _refuse(ctx: "Application", schedule: str) -> None:
             raise ConflictError(f"{name}: ignored={config.ignored} cannot be used with pipeline_parallel. Remove it.")
 
 
-def _refuse_open_blocks(ctx: "Application", split: Any) -> None:
+def _check_whole_blocks(ctx: "Application", split: Any) -> None:
     """Reject methods that work on blocks where a block is not a step of a stage any more, so that they would do nothing."""
     from drivetrain.module.blocks import repeated_blocks
 

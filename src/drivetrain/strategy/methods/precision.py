@@ -36,7 +36,7 @@ class AmpConfig:
 
 
 class SixteenBits(Method):
-    """What mixed and half precision share: the choice of the type."""
+    """What mixed and half precision share: the choice of the 16-bit type."""
 
     short = "dtype"
     dimension = "precision"
@@ -65,7 +65,7 @@ class SixteenBits(Method):
         return ""  # the precision says it
 
     def simulated(self, config: Any) -> Any:
-        """Return bfloat16 for float16: it is as large and needs no scaler."""
+        """Replace float16 by bfloat16, which has the same size and needs no scaler."""
         return replace(config, dtype="bfloat16") if config.dtype == "float16" else config
 
     def check(self, config: Any, site: Site) -> None:
@@ -118,7 +118,7 @@ class AmpNative(SixteenBits):
 
 
 def sixteen_bits(scope: "SearchScope") -> str:
-    """Return the 16-bit type that a search uses: the one that was asked for, else what the machine is fast in."""
+    """Return the 16-bit type that a search uses: the requested one, or the one that is fast on this machine."""
     kept = next((config.dtype for config in scope.kept(AmpNative.name)), "auto")
     return kept if kept != "auto" else "bfloat16" if "bfloat16" in scope.machine.flops or scope.is_cpu else "float16"
 
@@ -198,7 +198,7 @@ class Fp8(Method):
     not_simulated = "it needs the device itself"
 
     def options(self, scope: "SearchScope") -> list[Option]:
-        """Offer it together with 16-bit autocast, for all that stays out of 8 bits."""
+        """Offer it together with 16-bit autocast, which covers everything that is not computed in 8 bits."""
         amp, rates = find_method(AmpNative.name), scope.machine.flops
         is_fast = "float8" in rates and sixteen_bits(scope) == "bfloat16" and bool(amp.options(scope))
         if not scope.must(self.name) and not (is_fast and scope.may(amp.name) and scope.usable(self)):
@@ -292,7 +292,7 @@ class Half(SixteenBits):
 
 
 class CastFloats:
-    """Casts floating inputs."""
+    """Casts floating-point inputs."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype

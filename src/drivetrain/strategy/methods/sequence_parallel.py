@@ -1,8 +1,9 @@
 """Split the positions of each sequence over the ranks of the `sequence` axis, which share samples.
 
-Three ways, in this order: a module with `set_sp(sp_size, sp_rank, sp_group)` manages itself; with `batch_sp_processing_fn` the whole
-model runs on this rank's part of the batch; otherwise the blocks run on pieces and everything else on the whole sequence
-(`drivetrain.module.sequence_parallel`), which is right for models that were written without any of this in mind.
+There are three ways, tried in this order. A module with `set_sp(sp_size, sp_rank, sp_group)` splits its sequence itself. With
+`batch_sp_processing_fn` the whole model runs on this rank's part of the batch. Otherwise the blocks run on parts of the sequence
+and everything else on the whole sequence (`drivetrain.module.sequence_parallel`), which suits models that were written without
+sequence parallelism.
 """
 
 from collections.abc import Callable
@@ -152,7 +153,9 @@ class SequenceParallel(Method):
         for _, module in managers:
             getattr(module, config.set_sp_func_name)(group.size(), group.rank(), group)
         if managers:
-            ctx.note(f"sequence_parallel: {', '.join(name or 'the model' for name, _ in managers)} manages itself")
+            ctx.note(
+                f"sequence_parallel: {', '.join(name or 'the model' for name, _ in managers)} splits its sequence itself"
+            )
         if config.batch_sp_processing_fn is not None:
             ctx.prepare_input = SplitInput(config.batch_sp_processing_fn, group, ctx.prepare_input)
             ctx.loss_changes.append(MeanOverSequence(group))

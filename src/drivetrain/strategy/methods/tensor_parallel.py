@@ -1,4 +1,6 @@
-"""Split matrices over the ranks of the `tensor` axis, by a plan that is given, registered, the model's own, or found by trying a block."""
+"""Split matrices over the ranks of the `tensor` axis. The plan for the layers is given, registered, the model's own, or found by
+running a block.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -47,7 +49,7 @@ class TensorParallel(Method):
     why = "matrices are split over the ranks of the tensor axis"
 
     def parse(self, config: Any = None) -> TensorParallelConfig:
-        """Read also the plan itself, `{layer: style}`."""
+        """Also accept the plan itself, `{layer: style}`."""
         if isinstance(config, dict) and config and "plan" not in config and set(config.values()) <= set(STYLES):
             config = {"plan": config}
         return super().parse(config)
@@ -93,7 +95,7 @@ class TensorParallel(Method):
         units: tuple[str, ...],
         repeated: tuple[str, ...],
     ) -> Option:
-        """Name the units that data parallelism over tensor-parallel parameters shards by, as zero2 does."""
+        """Name the units by which data parallelism over tensor-parallel parameters shards, as zero2 does."""
         own: Option = ((self.name, config),)
         if not units or {"fsdp", "zero2", "half"} & set(names):
             return own

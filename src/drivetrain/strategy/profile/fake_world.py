@@ -1,9 +1,9 @@
-"""A world of any size on one process: torch's fake process group, and models whose tensors have shapes and no memory.
+"""A process group of any size on one process: torch's fake process group, and models whose tensors have shapes and no memory.
 
-Rank 0 of the pretended world runs the code that a real rank would run; collectives return at once and bring nothing. What torch cannot
-do on fake tensors, or only slowly, is replaced here for the time of a simulation: moving a module (torch swaps tensors, which fake ones
-do not allow while anything refers to them), cutting into a thousand chunks, and DDP's reducer (it lives in C++ and reads memory), for which
-`GradientBuckets` does the same in Python.
+Rank 0 of the simulated world runs the code that a real rank would run. Collectives return at once and transfer nothing. What
+torch cannot do on fake tensors, or does slowly, is replaced during a simulation: moving a module (torch swaps tensors, which fake
+ones do not allow while anything refers to them), splitting into a thousand chunks, and DDP's reducer (it is in C++ and reads
+memory), which `GradientBuckets` reimplements in Python.
 """
 
 import copy
@@ -35,7 +35,7 @@ _BUCKET_MIB = 25
 
 @contextmanager
 def fake_world(size: int) -> Iterator[None]:
-    """Be rank 0 of a world that is not there; one process needs none and gets none."""
+    """Act as rank 0 of a simulated world. One process needs no process group and gets none."""
     if is_distributed():
         raise DistributedError(
             "a fake world cannot be entered while a process group exists; simulate in a child process."
@@ -58,7 +58,7 @@ def fake_world(size: int) -> Iterator[None]:
 
 
 def fake_model(task: "TrainingTask", mode: "FakeTensorMode") -> nn.Module:
-    """Return a fake copy of the task's model, in training mode; a model that is made by a function is made inside the mode."""
+    """Return a fake copy of the task's model in training mode. A model that a function builds is built inside the fake mode."""
     if task.model is not None:
         return fake_copy(task.model, mode).train()
     assert task.model_fn is not None, "a task has a model or a function that makes one"
@@ -72,7 +72,7 @@ def fake_model(task: "TrainingTask", mode: "FakeTensorMode") -> nn.Module:
 
 
 def fake_copy(model: nn.Module, mode: "FakeTensorMode") -> nn.Module:
-    """Return a copy of a model on a pretended CPU: structure, names and ties are its own, memory it has none.
+    """Return a copy of a model on a fake CPU, with the same structure, names and tied parameters, and without memory.
 
     Tensors are replaced while the structure is copied, so that a model on the meta device, or one that fills the machine, is fine.
     """
@@ -101,7 +101,7 @@ def _copied(model: nn.Module, replace: Callable[[Tensor], Tensor], mode: Abstrac
 
 
 def prepared_inputs(task: "TrainingTask", size: int, mode: "FakeTensorMode") -> Any:
-    """Return the model's fake input for so many samples: prepared as real ones, on the host, then faked."""
+    """Return the model's fake input for a number of samples: prepared like real ones on the host, then made fake."""
     from torch.utils._pytree import tree_map_only
 
     prepared = task.prepared(task.batch(size), torch.device("cpu"))
@@ -110,7 +110,7 @@ def prepared_inputs(task: "TrainingTask", size: int, mode: "FakeTensorMode") -> 
 
 @contextmanager
 def pretended_moves() -> Iterator[None]:
-    """Let `module.to(...)` work on modules of fake tensors: each tensor takes over what it was converted to."""
+    """Make `module.to(...)` work on modules of fake tensors: each tensor becomes what it was converted to."""
 
     def apply(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for child in self.children() if recurse else ():
@@ -137,7 +137,7 @@ _MANY = 16
 
 @contextmanager
 def few_chunks() -> Iterator[None]:
-    """Let `torch.chunk` of a fake tensor into very many parts make one part of each size, and return it many times.
+    """Make `torch.chunk` of a fake tensor into very many parts create one part of each size and return it many times.
 
     Sharding over a thousand ranks cuts every parameter into a thousand views to keep one; fake views take milliseconds each.
     """
@@ -162,7 +162,7 @@ def few_chunks() -> Iterator[None]:
 
 
 class GradientBuckets:
-    """Averages gradients over data ranks as DDP does: in buckets that stay, filled in the order in which gradients arrive.
+    """Averages gradients over data ranks as DDP does: in persistent buckets, filled in the order in which gradients arrive.
 
     The first backward pass only learns that order, as DDP's first one does before it builds its buckets again.
     """
@@ -185,7 +185,7 @@ class GradientBuckets:
             model.register_forward_pre_hook(self._share_buffers)
 
     def build(self) -> None:
-        """Allocate the buckets, once the order is known."""
+        """Allocate the buckets when the order is known."""
         import torch.distributed as dist
 
         arrived = list(self._arrived)
@@ -202,7 +202,7 @@ class GradientBuckets:
 
     @property
     def storages(self) -> list[Tensor]:
-        """What stays between steps."""
+        """The storages that stay allocated between steps."""
         return self._flat
 
     def _arrive(self, parameter: Tensor) -> None:
@@ -256,7 +256,7 @@ _UNREDUCED = frozenset(
 
 
 def hold_as_torch_does(operation: "Operation", args: Sequence[Any], result: Tensor) -> None:
-    """Give a fake result the memory that it really holds.
+    """Give a fake result the memory that the real one occupies.
 
     Some losses are written in the shape of their input first and are then shrunk to one number, but their storage is not: as long as
     somebody holds the loss, it is as large as what the model returned.
@@ -266,7 +266,7 @@ def hold_as_torch_does(operation: "Operation", args: Sequence[Any], result: Tens
 
 
 def borrowed_bytes(operation: "Operation", args: Sequence[Any], result: Tensor) -> int:
-    """Return what a kernel borrows while it runs.
+    """Return the workspace of a kernel in bytes.
 
     cuDNN's convolutions compute with channels last. For tensors that have them first they copy input and output, as an H200 showed for all
     kernels but those of one pixel without strides, in 32 bits and in 16.
@@ -290,7 +290,7 @@ def _has_channels_last(tensor: Tensor) -> bool:
 
 
 def accelerator_rules() -> AbstractContextManager[None]:
-    """Return a context in which fake CPU tensors take the ways of an accelerator."""
+    """Return a context in which fake CPU tensors behave as on an accelerator."""
     rules = [(name, "AutocastCPU", _in_float32) for name in _FLOAT32]
     rules += [(name, "AutocastCPU", _to_float32) for name in _FLOAT32_RESULT]
     rules += [
@@ -306,7 +306,7 @@ _WRITTEN_OUT = ContextVar("written out", default=False)
 
 @contextmanager
 def compiled_attention() -> Iterator[None]:
-    """Let attention with dropout and without a mask be written out in float32, as in compiled graphs on an H200 (torch 2.11)."""
+    """Decompose attention with dropout and without a mask in float32, as compiled graphs do on an H200 (torch 2.11)."""
     token = _WRITTEN_OUT.set(True)
     try:
         yield
@@ -315,11 +315,11 @@ def compiled_attention() -> Iterator[None]:
 
 
 class StandIns(TorchDispatchMode):
-    """Answers where fake tensors cannot: conditions on values are taken as false, and products of experts have a shape."""
+    """Handles what fake tensors cannot: conditions on values are false, and products of experts have a shape."""
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return that the compiler may trace under this mode."""
+        """Return True: the compiler may trace under this mode."""
         return True
 
     def __torch_dispatch__(
@@ -416,7 +416,7 @@ def _rms_norm(
 
 
 class OutOfTime(Exception):
-    """Work was stopped in its middle, because its time was up."""
+    """Work was stopped before it finished, because its time was up."""
 
     def __init__(self, seconds: float):
         super().__init__(f"stopped after {seconds:.1f} s")
@@ -431,21 +431,21 @@ class Deadline:
         self._end = None if seconds is None else self._begin + seconds
 
     def allows(self, seconds: float = 0.0) -> bool:
-        """Return whether a part that takes so long would end in time."""
+        """Return whether work of this duration would end in time."""
         return self._end is None or time.monotonic() + seconds < self._end
 
     def left(self) -> float | None:
-        """Return the seconds left, at least 0; None where it never ends."""
+        """Return the seconds left, at least 0; None without a limit."""
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
     def check(self) -> None:
-        """Raise `OutOfTime` where the time is up."""
+        """Raise `OutOfTime` if the time is up."""
         if not self.allows():
             raise OutOfTime(time.monotonic() - self._begin)
 
     @contextmanager
     def at_least(self, seconds: float) -> Iterator[None]:
-        """Move the end for a while, to so many seconds from the beginning, if it is earlier."""
+        """Extend the deadline temporarily to a number of seconds from the beginning, if it is earlier."""
         end = self._end
         if end is not None:
             self._end = max(end, self._begin + seconds)

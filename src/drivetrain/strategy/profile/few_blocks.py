@@ -1,12 +1,14 @@
-"""A large model of many equal blocks, understood from few of them. Anything else is run whole.
+"""Extrapolate a large model of many equal blocks from a few of them. Other models are run in full.
 
-A plan (`simulate`): everything that a step holds or sends grows by the same amount with each block, at the same place of the step. So the
-largest moment of each place (the first block's forward, the last but one's backward, the update) is continued by exact differences between
-a few blocks and one more, and the largest of them is the model's. Only families of blocks with the same shapes in one container are cut.
+A plan (`simulate`): everything that a step holds or sends grows by the same amount with each block, at the same position of the
+step. So the largest moment at each position (the first block's forward, the last but one's backward, the update) is extrapolated
+from exact differences between a few blocks and one more, and the largest of them is the model's peak. Only families of blocks
+with the same shapes in one container are reduced.
 
-The plain model (`model`), where every moment of a step is needed: four blocks are enough. Say there were more, between the second and the
-third: while the third one runs, each of them would hold what the second one keeps when it has been left, and in backward, when the second
-one's turn has come, what the third one leaves. That is exact where the second and the third allocate alike, which is checked.
+The plain model (`model`), where every moment of a step is needed: four blocks are enough. Additional blocks would be between the
+second and the third. While the third one runs, each additional block would hold what the second one keeps after its forward, and
+in backward, when the second one runs, what the third one leaves. This is exact if the second and the third allocate alike, which
+is checked.
 """
 
 import math
@@ -40,12 +42,12 @@ class BlockFamily:
     """Their dotted names, in order."""
 
     def kept(self, count: int) -> tuple[str, ...]:
-        """Return the names that remain when `count` blocks do."""
+        """Return the names that remain with `count` blocks."""
         return self.names[:count]
 
 
 def find_cuttable(model: nn.Module, groups: Sequence[BlockGroup] | None = None) -> list[BlockFamily]:
-    """Return the families that a smaller model can stand for."""
+    """Return the families that a smaller model can represent."""
     families = []
     for group in find_blocks(model) if groups is None else groups:
         containers = {name.rpartition(".")[0] for name in group.names}
@@ -64,7 +66,7 @@ def _shapes(module: nn.Module) -> Hashable:
 
 
 def choose_counts(families: Sequence[BlockFamily], plan: Strategy) -> list[Counts]:
-    """Return the numbers of blocks to simulate: a base, and for each family that is cut one more; empty where nothing is saved."""
+    """Return the numbers of blocks to simulate: a base, and one more for each family that is reduced; empty if nothing is saved."""
     period = 1
     for name, config, _ in plan:
         repeats = find_method(name).period(config)
@@ -90,7 +92,7 @@ def _ends(period: int) -> int:
 
 
 def cut_model(model: nn.Module, families: Iterable[BlockFamily], counts: Counts) -> None:
-    """Take all but the first blocks out of their containers; the names of the others stay."""
+    """Remove all but the first blocks from their containers. The names of the others do not change."""
     for family, count in zip(families, counts):
         container = model.get_submodule(family.container)
         for name in family.names[count:]:
@@ -98,7 +100,7 @@ def cut_model(model: nn.Module, families: Iterable[BlockFamily], counts: Counts)
 
 
 def pinned(plan: Strategy, model: nn.Module, families: Sequence[BlockFamily], counts: Counts) -> Strategy:
-    """Return the plan with "auto" replaced by names, because a smaller model may divide otherwise."""
+    """Return the plan with "auto" replaced by names, because a smaller model may be divided differently."""
     gone = {name for family, count in zip(families, counts) for name in family.names[count:]}
     groups = find_blocks(model)
     units = tuple(name for group in groups for name in group.names if name and name not in gone)
@@ -113,7 +115,7 @@ def pinned(plan: Strategy, model: nn.Module, families: Sequence[BlockFamily], co
 
 
 def places(segments: Mapping[Hashable, Amounts], counts: Counts, ends: int) -> dict[Hashable, Amounts]:
-    """Return the largest moments by place, counted from either end of a family."""
+    """Return the largest moments by position, counted from both ends of a family."""
     found: dict[Hashable, Amounts] = {}
     for segment, amounts in segments.items():
         for place in _places_of(segment, counts, ends):
@@ -143,7 +145,7 @@ class Segment:
 
 
 def continued(base: Record, others: Sequence[tuple[int, Record]], counts: Counts, full: Counts, period: int) -> Record:
-    """Return the record of the full model from those of a base and of one with `period` more blocks in each family that is cut."""
+    """Return the record of the full model, extrapolated from a base and one with `period` more blocks in each reduced family."""
     start = places(base.segments, counts, _ends(period))
     total = {place: dict(amounts) for place, amounts in start.items()}
     collectives = {part: dict(entries) for part, entries in base.collectives.items()}
@@ -170,7 +172,7 @@ def continued(base: Record, others: Sequence[tuple[int, Record]], counts: Counts
 def watch_blocks(
     model: nn.Module, families: Sequence[BlockFamily], counts: Counts, tracker: StepMemory, window: Callable[[], int]
 ) -> list[RemovableHandle]:
-    """Let a tracker know when blocks are entered, left, and go backward; return what to remove afterwards."""
+    """Report to a tracker when blocks are entered, left, and run backward. Return the hooks to remove afterwards."""
     handles: list[RemovableHandle] = []
 
     def watch(block: nn.Module, family: int, index: int) -> None:
@@ -200,7 +202,7 @@ BLOCKS_RUN = 4
 
 
 def shortened_container(model: nn.Module, groups: Sequence[BlockGroup]) -> nn.ModuleList | nn.Sequential | None:
-    """Return the list that holds all repeated blocks and nothing else, if they are of one shape; None where there is no such list."""
+    """Return the list that holds exactly the repeated blocks, if they have one shape; None if there is no such list."""
     families = find_cuttable(model, groups)
     if len(families) != 1 or sum(group.repeats for group in groups) != 1:
         return None
@@ -212,7 +214,7 @@ def shortened_container(model: nn.Module, groups: Sequence[BlockGroup]) -> nn.Mo
 
 @contextmanager
 def with_depth(container: nn.Module, depth: int) -> Iterator[None]:
-    """Leave only the first blocks of a list for a while."""
+    """Keep only the first blocks of a list inside a context."""
     blocks = dict(container._modules)
     for name in list(blocks)[depth:]:
         del container._modules[name]
@@ -224,7 +226,7 @@ def with_depth(container: nn.Module, depth: int) -> Iterator[None]:
 
 
 class BlockMarks:
-    """Where in a timeline each of four blocks begins, forward and backward."""
+    """Where each of four blocks begins in a timeline, forward and backward."""
 
     def __init__(self, timeline: StepMemory, blocks: Sequence[nn.Module]):
         self._timeline = timeline
@@ -247,13 +249,13 @@ class BlockMarks:
         self.backward.append(len(self._timeline.events))
 
     def remove(self) -> None:
-        """Take the hooks off the blocks."""
+        """Remove the hooks from the blocks."""
         for handle in self._handles:
             handle.remove()
 
 
 class DeeperTimeline:
-    """The timeline of four blocks as it would be with `more` of them between the second and the third."""
+    """The timeline of four blocks extended by `more` blocks between the second and the third."""
 
     def __init__(self, timeline: StepMemory, marks: BlockMarks, more: int):
         self.events, self._labels, self._more = timeline.events, timeline.kinds, more
@@ -265,7 +267,7 @@ class DeeperTimeline:
 
     @staticmethod
     def made_of(timeline: StepMemory, marks: BlockMarks, more: int) -> "DeeperTimeline | None":
-        """Return the timeline with more blocks, or None where the two in the middle do not allocate alike."""
+        """Return the timeline with more blocks, or None if the two in the middle do not allocate alike."""
         if len(marks.forward) != BLOCKS_RUN or len(marks.backward) != BLOCKS_RUN:
             return None
         deeper = DeeperTimeline(timeline, marks, more)

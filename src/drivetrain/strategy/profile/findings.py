@@ -1,7 +1,7 @@
-"""What runs on fake tensors gave, and the profile that is made of it: straight lines through two batch sizes.
+"""The results of runs on fake tensors, and the profile made from them: straight lines through two batch sizes.
 
-What an optimizer keeps is read off a fused step on fake tensors, which asks for no values. Temporaries of a `foreach` step are those of a
-small real step, in proportion: it allocates whole lists of tensors as large as the parameters.
+The optimizer's state comes from a fused step on fake tensors, which needs no values. Temporaries of a `foreach` step are scaled
+from a small real step: it allocates whole lists of tensors as large as the parameters.
 """
 
 import inspect
@@ -28,7 +28,7 @@ SIZES = (2, 4)
 
 @dataclass
 class Findings:
-    """What the runs gave, by arithmetic and batch size."""
+    """Results of the runs, by arithmetic and batch size."""
 
     units: dict[str, dict[int, dict[int, UnitTotals]]] = field(default_factory=dict)
     recorders: dict[str, dict[int, UnitRecorder]] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Findings:
         optimizer_bytes: int,
         optimizer_temporaries: int,
     ) -> ModelProfile:
-        """Return the profile of a model with these blocks, as far as it is known."""
+        """Return the profile of a model with these blocks from what is known."""
         compiled = self.compiled
         input_sizes = {size: float(bytes_behind(tensors_of(inputs[size]))) for size in SIZES}
         recorder = self.recorders[ARITHMETICS[0]][SIZES[0]]
@@ -132,7 +132,7 @@ def _slope(read: Callable[[int], float]) -> float:
 
 
 def bytes_behind(tensors: list[Tensor]) -> int:
-    """Return the bytes of all storages, each once."""
+    """Return the bytes of all storages, counting each once."""
     storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storage.nbytes() for storage in storages.values())
 
@@ -153,7 +153,7 @@ def line_through(sizes: Sequence[int], values: Sequence[float]) -> Line:
 
 
 def upper_edge(lines: Sequence[Line]) -> list[Line]:
-    """Return the lines that are the highest somewhere from one sample upwards, flattest first.
+    """Return the lines that are highest somewhere from one sample upwards, flattest first.
 
     >>> upper_edge([(10.0, 1.0), (0.0, 2.0), (5.0, 1.0), (4.0, 1.4)])
     [(10.0, 1.0), (0.0, 2.0)]
@@ -175,7 +175,7 @@ def _crossing(flat: Line, steep: Line) -> float:
 
 
 def steepest(lines: Sequence[Line]) -> Line:
-    """Return the line that wins for large batches."""
+    """Return the line that is highest for large batches."""
     return max(lines, key=lambda line: line[1])
 
 
@@ -231,7 +231,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def small_step(task: TrainingTask) -> tuple[float, float, bool]:
-    """Return state and temporaries of a small real step, each per byte of parameters, and whether it was a `foreach` step."""
+    """Return state and temporaries of a small real step per byte of parameters, and whether it was a `foreach` step."""
     has_foreach = "foreach" in _parameters(task) and not task.optim_args.get("fused")
     count = 4 if has_foreach else 1
     model = nn.ParameterList([nn.Parameter(torch.zeros(_SIDE, _SIDE)) for _ in range(count)])
@@ -278,7 +278,7 @@ _FOLLOWERS = 2  # element-wise operations after a matrix product, each a launch 
 
 
 def closed_form_profile(task: TrainingTask, note: str) -> ModelProfile:
-    """Return a modelled profile; `note` says why there is no simulated one."""
+    """Return a modelled profile. `note` gives the reason why there is no simulated one."""
     model = task.model if task.model is not None else task.build()
     groups = [group for group in find_blocks(model) if group.members[0] is not model]
     length, pixels, input_bytes = _sample_shape(task)

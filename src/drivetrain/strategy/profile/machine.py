@@ -1,11 +1,12 @@
-"""Find out what this machine can do: measured once in child processes, kept on disk, improved by every trial.
+"""Find out what this machine can do: measured once in child processes, cached on disk, refined by every trial.
 
-Where there is no time to measure, the figures of an earlier run are taken, or those of the data sheet at an assumed efficiency. Free
-memory is always asked for again. An accelerator's context takes hundreds of megabytes and some seconds, and a process that has one cannot
-fork; so names, drivers and free memory come from the driver's own command line, and from the device only where this process uses it.
+Without time to measure, the figures of an earlier run are used, or those of the data sheet at an assumed efficiency. Free memory
+is always read again. An accelerator's context takes hundreds of megabytes and some seconds, and a process that has one cannot
+fork. So names, drivers and free memory come from the driver's command-line tool, and from the device only if this process already
+uses it.
 
-Measured machines are one small JSON file each, by device, driver, torch and topology, in `$DRIVETRAIN_CACHE`, else
-`$XDG_CACHE_HOME/drivetrain`, else `~/.cache/drivetrain`. Files are replaced in one step; one that cannot be read counts as none.
+Each measured machine is one small JSON file, named by device, driver, torch and topology, in `$DRIVETRAIN_CACHE`, else
+`$XDG_CACHE_HOME/drivetrain`, else `~/.cache/drivetrain`. Files are replaced atomically. A file that cannot be read is ignored.
 """
 
 import contextlib
@@ -53,7 +54,7 @@ _LAUNCH = {"cuda": 6e-6, "cpu": 3e-6}
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What was expected of a plan that was then tried."""
+    """What was predicted for a plan that was then tried."""
 
     kind: str
     """Plans of one kind are wrong in the same way: "bfloat16/compile", say."""
@@ -65,7 +66,7 @@ class Prediction:
 
 
 def profile_machine(device: torch.device, *, time_limit: float = 10.0, refresh: bool = False) -> MachineProfile:
-    """Return what this machine can do, from the cache where it was measured before; this process starts no device.
+    """Return what this machine can do, from the cache if it was measured before. This process does not initialize a device.
 
     `time_limit` is in seconds; too little for a child process means the cache, else a data sheet. `refresh` measures again.
     """
@@ -92,7 +93,7 @@ def _joined(first: Timetable | None, more: Timetable | None) -> Timetable | None
 
 
 def machine_from_spec(spec: DeviceSpec) -> MachineProfile:
-    """Return the machine of a data sheet, at an assumed efficiency."""
+    """Return the machine described by a data sheet, at an assumed efficiency."""
     kind = "cuda" if spec.capability is not None else "cpu"
     intra = spec.intra_bw or 10e9
     return MachineProfile(
@@ -111,7 +112,7 @@ def machine_from_spec(spec: DeviceSpec) -> MachineProfile:
 
 
 def learnt(machine: MachineProfile, prediction: Prediction, result: TrialResult) -> MachineProfile:
-    """Return a machine that knows how wrong a prediction was.
+    """Return the machine corrected by the error of a prediction.
 
     Fragmentation is believed at once when it grows and forgotten slowly; times are averaged as ratios.
     """
@@ -134,7 +135,7 @@ def learnt(machine: MachineProfile, prediction: Prediction, result: TrialResult)
 
 
 def learn(machine: MachineProfile, prediction: Prediction, result: TrialResult) -> MachineProfile:
-    """Return a machine that knows how wrong a prediction was, and keep it for the next search; one rank calls this."""
+    """Return the machine corrected by the error of a prediction, and save it for the next search. One rank calls this."""
     machine = learnt(machine, prediction, result)
     if machine.evidence == "measured" and result.outcome == "ok":
         path = _cache_file(torch.device(machine.kind), _local_ranks())
@@ -146,7 +147,8 @@ def learn(machine: MachineProfile, prediction: Prediction, result: TrialResult) 
 
 
 def link_of(points: Sequence[Sequence[float]], ranks: int) -> Link:
-    """Return the link behind all-reduces of several sizes: seconds = 2 (n - 1) (latency + bytes / (n bandwidth)), by least squares.
+    """Return the link fitted to all-reduces of several sizes: seconds = 2 (n - 1) (latency + bytes / (n bandwidth)), by least
+    squares.
 
     >>> link = link_of([(s, 2 * (1e-5 + s / (2 * 1e9))) for s in (1e4, 1e6, 1e8)], 2)
     >>> round(link.latency, 7), round(link.bandwidth)
@@ -284,19 +286,19 @@ def _presumed(device: torch.device) -> MachineProfile:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what a device is called."""
+    """Return the name of a device."""
     if device.type == "cuda":
         return _smi(device, "name") or "cuda"
     return _processor() if device.type == "cpu" else device.type
 
 
 def driver_version(device: torch.device) -> str:
-    """Return the version of a device's driver, empty where there is none."""
+    """Return the version of a device's driver, empty if there is none."""
     return _smi(device, "driver_version") if device.type == "cuda" else ""
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int] | None:
-    """Return total and free bytes of a device, or None when they cannot be had without starting it."""
+    """Return total and free bytes of a device, or None if reading them would initialize it."""
     if device.type == "cuda":
         if torch.cuda.is_initialized():
             free, total = torch.cuda.mem_get_info(device)
@@ -371,7 +373,7 @@ _VERSION = 3
 
 
 def cache_folder() -> Path:
-    """Return the folder of this user's cache; it need not exist."""
+    """Return the folder of this user's cache. It may not exist."""
     if own := os.environ.get("DRIVETRAIN_CACHE"):
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -379,13 +381,13 @@ def cache_folder() -> Path:
 
 
 def cache_file(**identity: object) -> Path:
-    """Return the file of a machine that is identified by plain values."""
+    """Return the cache file of a machine that plain values identify."""
     text = json.dumps(identity, sort_keys=True, default=str)
     return cache_folder() / f"machine-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
 def read_machine(path: Path) -> MachineProfile | None:
-    """Return the machine that a file holds, or None for a file that is missing, damaged or of another version."""
+    """Return the machine in a file, or None for a file that is missing, damaged or of another version."""
     try:
         held = load_json(read_limited(path, _FILE_LIMIT))
         if not isinstance(held, dict) or held.get("version") != _VERSION:
@@ -396,7 +398,7 @@ def read_machine(path: Path) -> MachineProfile | None:
 
 
 def write_machine(path: Path, machine: MachineProfile) -> bool:
-    """Replace a file; a folder that cannot be written to costs the next run a measurement, and nothing else."""
+    """Replace a file. If the folder cannot be written, the next run measures again."""
     text = json.dumps({"version": _VERSION, "machine": dataclasses.asdict(machine)}, indent=2)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -407,7 +409,7 @@ def write_machine(path: Path, machine: MachineProfile) -> bool:
 
 
 def timetable_from_plain(held: Figures) -> Timetable:
-    """Return a table of times from its fields as JSON gives them; wrong ones are a TypeError or ValueError."""
+    """Return a table of times from JSON values. Invalid ones raise TypeError or ValueError."""
     grids = {}
     for name, grid in dict(held["grids"]).items():
         axes = tuple(tuple(map(float, axis)) for axis in grid["axes"])
@@ -427,7 +429,7 @@ def timetable_from_plain(held: Figures) -> Timetable:
 
 
 def machine_from_plain(held: Figures) -> MachineProfile:
-    """Return a machine from its fields as JSON gives them; wrong ones are a TypeError or ValueError."""
+    """Return a machine from JSON values. Invalid ones raise TypeError or ValueError."""
     values = dict(held)
     for name in ("intra", "inter"):
         values[name] = Link(latency=float(values[name]["latency"]), bandwidth=float(values[name]["bandwidth"]))

@@ -1,7 +1,7 @@
-"""Measure this machine, as a program of its own: `python -m drivetrain.strategy.profile.measure_machine '{"device": "cpu"}'`.
+"""Measure this machine, as a separate program: `python -m drivetrain.strategy.profile.measure_machine '{"device": "cpu"}'`.
 
-It runs in a child process, so that the parent starts no device; one JSON line on standard output is the answer. With more than one
-process, each takes its rank and all of them time collectives of three sizes; rank 0 answers.
+It runs in a child process, so that the parent does not initialize a device. The result is one JSON line on standard output. With
+several processes, each takes its rank and all of them time collectives of three sizes; rank 0 prints the result.
 """
 
 import json
@@ -36,7 +36,7 @@ def measure(
     known: Sequence[str] = (),
     report: Callable[[Figures], None] = lambda found: None,
 ) -> Figures:
-    """Return the figures of one device, taking about so many seconds; kinds of operators that are known are left out.
+    """Return the figures of one device within about so many seconds. Operators that are already known are skipped.
 
     `report` gets what there is after each kind of operator.
     """
@@ -276,7 +276,7 @@ def _report(found: Figures) -> None:
 
 
 def main(arguments: str) -> None:
-    """Measure what a JSON object asks for, and print the answer."""
+    """Measure what a JSON object requests, and print the result."""
     asked = json.loads(arguments)
     device = torch.device(asked["device"])
     if asked.get("threads"):

@@ -1,8 +1,9 @@
-"""Measure what operators take on a device, over sizes: products, attention, convolutions, norms, reductions, traffic, and the host's part.
+"""Measure how long operators take on a device, over sizes: products, attention, convolutions, norms, reductions, memory traffic,
+and the host's part.
 
-Each kind is a grid of a few sizes a factor of four or eight apart. On an accelerator the device's own time counts: a pause keeps it busy
-until all calls are in its queue, so that the host has no part in it. A point that is too large for the device, or fails, is left out
-and filled in from its nearest neighbour with the same efficiency.
+Each kind is a grid of a few sizes, a factor of four or eight apart. On an accelerator only the device's own time counts: a delay
+kernel keeps it busy until all calls are queued, so that the host does not matter. A point that is too large for the device, or
+fails, is filled in from its nearest neighbour at the same efficiency.
 """
 
 import itertools
@@ -24,7 +25,7 @@ _PAUSE = 2_000_000
 
 @dataclass(frozen=True)
 class Question:
-    """One kind of operator: the grid's axes, and what to run at a point (None: it is too large)."""
+    """One kind of operator: the axes of the grid, and what to run at a point (None if it is too large)."""
 
     key: str
     axes: Axes
@@ -34,7 +35,7 @@ class Question:
 def measure_operators(
     device: torch.device, seconds: float, known: Sequence[str] = ()
 ) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield keys with grids (axes and seconds) as JSON holds them; the most useful first, until the time is up.
+    """Yield keys with grids (axes and seconds) as JSON values, the most useful first, until the time is up.
 
     Keys that are known already are left out.
     """
@@ -60,7 +61,7 @@ def measure_operators(
 
 
 def fill_in(axes: Axes, values: Sequence[float | None]) -> list[float]:
-    """Return values with each missing one from its nearest measured neighbour, in proportion to the sizes.
+    """Return the values with each missing one filled in from its nearest measured neighbour, in proportion to the sizes.
 
     >>> fill_in(((1.0, 4.0, 16.0),), [1.0, 2.0, None])
     [1.0, 2.0, 8.0]

@@ -1,12 +1,12 @@
-"""Find out what a model computes and keeps, without running it: two batch sizes on fake tensors, and straight lines through them.
+"""Find out what a model computes and keeps without running it: two batch sizes on fake tensors, and straight lines through them.
 
-No device is touched and no memory is taken for the model: shapes alone flow through the user's own forward, loss, backward and optimizer
-code, while allocations and operations are written down. Everything that grows with the batch is linear in it, so two sizes give the
-figure for every other. Where a model cannot run on fake tensors (shapes that depend on values), closed forms from its parameters and
-layers take the place, and the profile says so.
+No device is used and no memory is allocated for the model. Only shapes pass through the user's forward, loss, backward and
+optimizer code, while allocations and operations are recorded. Everything that grows with the batch is linear in it, so two sizes
+give the value for every other size. A model that cannot run on fake tensors (shapes that depend on values) is estimated from its
+parameters and layers by closed forms, and the profile notes it.
 
-What only some plans ask for (compiled graphs, checkpointed blocks) are parts, found out when they are asked for: they take longer than
-all the rest.
+What only some plans need (compiled graphs, checkpointed blocks) are separate parts. They are computed on request, because they
+take longer than everything else.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ _CAPTURE_STEPS = 10
 
 
 def profile_model(task: TrainingTask, *, compiled: bool = True, time_limit: float | None = None) -> ModelProfile:
-    """Return what a task's model computes and keeps, per sample, with all its parts.
+    """Return what a task's model computes and keeps per sample, with all parts of the profile.
 
     `compiled` also captures what a compiled forward pass would keep, the slowest part. `time_limit` in seconds is looked at between
     parts: what was not found out in time is None, and `notes` name it. The caller's model and random streams stay as they are.
@@ -83,7 +83,7 @@ def profile_model(task: TrainingTask, *, compiled: bool = True, time_limit: floa
 
 
 class ModelProfiler:
-    """Profiles one model, and goes on where it was when more is asked for."""
+    """Profiles one model, and continues from its earlier results when more is requested."""
 
     def __init__(self, task: TrainingTask):
         self.task = task
@@ -92,7 +92,7 @@ class ModelProfiler:
         """Closed forms, where a run on fake tensors failed or took too long."""
 
     def profile(self, parts: Collection[str] = (), *, time_limit: float | None = None) -> ModelProfile:
-        """Return what is known with further parts: names of `PARTS`. What was asked for before is not tried again."""
+        """Return the profile with further parts: names of `PARTS`. Parts requested before are not tried again."""
         before = capture_rng()
         try:
             with accelerator_rules(), _no_cycles_collected(), warnings.catch_warnings():
@@ -254,7 +254,7 @@ class _FakeRuns:
         lines, parts = upper_lines(SIZES, [timelines[size] for size in SIZES])
         if not parts:
             self.found.notes.append(
-                f"{name}: the two runs allocated in different order; the peak is a line through their peaks"
+                f"{name}: the two runs allocated in a different order; the peak is interpolated between theirs"
             )
         extra = 0.0 if self.optimizer is not None else float(self.optimizer_bytes)
         self.found.lines[name] = tuple((fixed + extra, each) for fixed, each in lines)
@@ -314,7 +314,7 @@ class _FakeRuns:
         """Capture the compiled graphs at two batch sizes; of a deep model only one and two blocks, when that is all that differs."""
         if any(work.key.startswith("recurrent") for work in self.found.work.get(arithmetic, ())):
             self.found.notes.append(
-                f"compiled {arithmetic}: recurrent layers run as they are, and keep what they keep in eager mode"
+                f"compiled {arithmetic}: recurrent layers are not compiled and keep what eager mode keeps"
             )
             return
         saved: list[float] = []
@@ -336,7 +336,7 @@ class _FakeRuns:
         elif saved:
             fixed, each = 0.0, saved[0] / SIZES[0]
             self.found.notes.append(
-                f"compiled {arithmetic}: time for one batch size only, so nothing is taken as fixed"
+                f"compiled {arithmetic}: there was time for one batch size only, so all memory is taken as proportional to the batch"
             )
         else:
             self.found.notes.append(f"compiled {arithmetic}: out of time before the forward graph was captured")
@@ -454,7 +454,7 @@ def compiled_saved_bytes(task: TrainingTask, model: nn.Module, inputs: Batch, ar
 
 
 def loss_of(task: TrainingTask, inputs: Batch, outputs: object) -> Tensor:
-    """Return the task's loss, or where it has none the mean of everything a model returns."""
+    """Return the task's loss or, without one, the mean of everything that the model returns."""
     if task.loss_func is not None:
         return task.loss(inputs, outputs)
     return mean_of_outputs(outputs)

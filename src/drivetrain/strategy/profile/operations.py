@@ -36,7 +36,7 @@ _TWICE = frozenset({"norm/batch", "norm/group"})
 
 @dataclass(frozen=True)
 class Called:
-    """One operator as it was dispatched."""
+    """One dispatched operator."""
 
     key: str
     """Its kind, and what else decides which kernel runs: "norm/layer/backward"."""
@@ -55,7 +55,7 @@ class Called:
 
 
 def other_flops(key: str, dims: Sequence[float]) -> float:
-    """Return the arithmetic of what torch has no formula for: products of experts and recurrent layers."""
+    """Return the floating-point operations of operators for which torch has no formula: products of experts and recurrent layers."""
     if key.startswith("product"):
         return 2 * prod(dims)
     if key.startswith("recurrent"):
@@ -65,7 +65,7 @@ def other_flops(key: str, dims: Sequence[float]) -> float:
 
 
 def by_number(tensors: Iterable[Tensor], number: Callable[[Tensor], int | None]) -> tuple[tuple[int, float], ...]:
-    """Return storages with the bytes that are touched, none more than it has."""
+    """Return storages with the bytes that are accessed, at most the size of each storage."""
     found: dict[int, float] = {}
     for tensor in tensors:
         key = number(tensor)
@@ -75,7 +75,7 @@ def by_number(tensors: Iterable[Tensor], number: Callable[[Tensor], int | None])
 
 
 def touched(tensor: Tensor) -> int:
-    """Return the bytes that reading or writing a tensor moves; an expanded one is no larger than what it shows."""
+    """Return the bytes that reading or writing a tensor moves. An expanded tensor counts for its storage only."""
     try:
         held = tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):  # a sparse tensor
@@ -128,7 +128,7 @@ def described(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
 ) -> tuple[str, tuple[float, ...]]:
-    """Return the key of an operator and the sizes that decide its time."""
+    """Return the key of an operator and the sizes that determine its time."""
     if name in _PRODUCTS:
         left, right = (args[index] for index in _PRODUCTS[name])
         assert isinstance(left, Tensor) and isinstance(right, Tensor)
@@ -287,7 +287,7 @@ def _convolution(name: str, args: Sequence[object]) -> tuple[str, tuple[float, .
 
 
 def work_of(sizes: tuple[int, int], lists: Sequence[Sequence[Called]], more: float = 1.0) -> tuple[Work, ...]:
-    """Return the operators of two runs as lines in the batch size; those of blocks count `more` times.
+    """Return the operators of two runs as lines in the batch size. Those of blocks count `more` times.
 
     Runs that did not do the same are not compared: the larger one is taken as proportional to its batch.
     """
@@ -323,7 +323,7 @@ def work_of(sizes: tuple[int, int], lists: Sequence[Sequence[Called]], more: flo
 
 
 def fused(calls: Sequence[Called]) -> list[Called]:
-    """Return the kernels of a compiled step: whole operators as they are, and chains of all others as one each."""
+    """Return the kernels of a compiled step: some operators unchanged, and each chain of all others as one kernel."""
     calls = [call for call in calls if call.key != VIEW]
     writer: dict[int, int] = {}
     levels: list[int] = []
@@ -375,7 +375,7 @@ def fused(calls: Sequence[Called]) -> list[Called]:
 
 
 def is_whole(call: Called) -> bool:
-    """Return whether a compiler leaves an operator as it is."""
+    """Return whether a compiler leaves an operator unchanged."""
     return call.key.partition("/")[0] in _WHOLE
 
 

@@ -1,8 +1,8 @@
 """Run a plan without its hardware: the real code that applies it, on fake tensors, as rank 0 of a fake world of the real size.
 
-One untracked step warms every cache (the first step of a sharded model works out layouts, which would count as memory), the second is
-followed storage by storage. Models of many equal blocks are simulated with a few of them and continued exactly. Nothing here raises for
-the sake of a model: what cannot be simulated comes back as a `failure` that says why.
+One untracked step fills every cache (the first step of a sharded model computes layouts, which would count as memory). The second
+step is tracked storage by storage. Models of many equal blocks are simulated with a few of them and extrapolated exactly. Nothing
+here raises because of a model: if it cannot be simulated, the result has a `failure` with the reason.
 """
 
 import gc
@@ -94,7 +94,7 @@ def simulate_plans(
     device_kind: str = "cpu",
     time_limit: float | None = None,
 ) -> list[Simulation]:
-    """Simulate several plans one after another, all within the time limit; where a process group exists, in one child process."""
+    """Simulate several plans one after another within the time limit. If a process group exists, this runs in one child process."""
     deadline = Deadline(time_limit)
     if is_distributed():
         return _in_child(task, plans, world, device_kind, deadline)
@@ -169,7 +169,7 @@ def _leave_out_replicas(job: _Job) -> None:
     ranks = batch.data_ranks // data * _REPLICAS
     batch = replace(batch, data_ranks=ranks, global_size=batch.micro * batch.accumulation * ranks)
     job.world, job.plan = job.world // data * _REPLICAS, replace(job.plan, mesh=None, batch=batch)
-    job.notes.append(f"of {data} replicas along 'data', which are alike, {_REPLICAS} were simulated")
+    job.notes.append(f"{_REPLICAS} of {data} identical replicas along 'data' were simulated")
 
 
 def _simulable(plan: Strategy) -> Strategy:
@@ -192,7 +192,7 @@ def _run(job: _Job) -> tuple[Record, int]:
             raise
         except Exception as error:  # it may count on all of its blocks; then all are simulated
             job.notes.append(
-                f"simulated whole, because it does not run with fewer blocks ({type(error).__name__}: {error})"
+                f"simulated in full, because it does not run with fewer blocks ({type(error).__name__}: {error})"
             )
         else:
             base = runs[0]
@@ -396,7 +396,7 @@ class _InferredBefore:
 
 @contextmanager
 def remembered_tensor_plans() -> Iterator[None]:
-    """Let `infer_tp_plan` remember its answers for a while; inside another such context, that one's memory is used."""
+    """Cache the results of `infer_tp_plan` inside this context. Nested contexts share one cache."""
     infer = tensor_inference.infer_tp_plan
     if hasattr(infer, "known"):
         yield

@@ -1,9 +1,9 @@
-"""Watch one training step: what memory is held when, for what, and which collectives are called.
+"""Track one training step: how much memory is held when and for what, and which collectives are called.
 
-Every storage that an operation returns is followed from its first sight to its end; each change is written down, in order. Two such lists,
-of two batch sizes, have the same order, so each moment is a straight line in the batch size. Storages are sorted into kinds only
-afterwards, when it is known what became a gradient; then the record is played again to find the largest moment of each segment of the
-step. A segment begins where a block is entered or left; segments are what can be extrapolated to a model of more blocks.
+Every storage that an operation returns is tracked until it is released, and each change is recorded in order. Two such records,
+of two batch sizes, have the same order, so each moment is a straight line in the batch size. Storages are classified only
+afterwards, when it is known which became gradients. Then the record is replayed to find the largest moment of each segment of the
+step. A segment begins where a block is entered or left; segments can be extrapolated to a model with more blocks.
 """
 
 import weakref
@@ -65,7 +65,7 @@ Amounts = dict[str, float]
 
 
 def by_category(amounts: Amounts, on_host: Sequence[str] = ()) -> Amounts:
-    """Return what a device holds of recorded amounts, in the public categories."""
+    """Return recorded device memory by public category."""
     held = {kind: 0.0 if kind in on_host else amounts[kind] for kind in CATEGORIES}
     held["grads"] += amounts[_UNREDUCED]
     return held
@@ -73,7 +73,7 @@ def by_category(amounts: Amounts, on_host: Sequence[str] = ()) -> Amounts:
 
 @dataclass
 class Record:
-    """What one step did: the largest moment of each segment, by category, and the collectives of each part."""
+    """What one step did: the largest moment of each segment by category, and the collectives of each part."""
 
     segments: dict[Hashable, Amounts] = field(default_factory=dict)
     collectives: dict[str, dict[str, tuple[int, float]]] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Record:
 
 
 class Change(NamedTuple):
-    """A storage that appears, changes its size, or ends."""
+    """A storage that is allocated, resized or released."""
 
     segment: Hashable
     key: int
@@ -90,7 +90,7 @@ class Change(NamedTuple):
 
 
 class StepMemory(TorchDispatchMode):
-    """Follows storages and collectives while it is entered."""
+    """Tracks storages and collectives inside its context."""
 
     def __init__(self, round_to: int = 1, check: Callable[[], None] = lambda: None):
         """`check` is called before every operation; what it raises ends the run."""
@@ -113,7 +113,7 @@ class StepMemory(TorchDispatchMode):
     # Who is who.
 
     def register(self, tensors: Iterable[object], kind: str) -> None:
-        """Record what storages are for, whether they were seen before or not."""
+        """Record what storages are used for, whether or not they were seen before."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 number = self._see(local_part(tensor.detach() if tensor.requires_grad else tensor), kind)
@@ -135,7 +135,7 @@ class StepMemory(TorchDispatchMode):
         self.register([parameter.grad for parameter in model.parameters()], "grads")
 
     def settle(self) -> None:
-        """Record that what a backward pass has left behind are gradients: fully_shard keeps them whole while a window is open."""
+        """Record that the results of a backward pass are gradients: fully_shard keeps them unsharded while a window is open."""
         for number in self._numbers.values():
             if self.kinds[number] == "temporary" and self._sizes[number]:
                 self.kinds[number] = _UNREDUCED
@@ -252,7 +252,7 @@ class StepMemory(TorchDispatchMode):
             self.events.append(Change(self.segment, number, -size))
 
     def freeze(self) -> None:
-        """End the record: what is released later is not written down."""
+        """End the record. Later releases are not recorded."""
         self._references.clear()
         self._numbers.clear()
 
@@ -270,7 +270,7 @@ class StepMemory(TorchDispatchMode):
         return dict(parts)
 
     def record(self) -> Record:
-        """Return the largest moment of each segment; every storage counts for what it was in the end."""
+        """Return the largest moment of each segment. Every storage counts as what it finally was."""
         now = dict.fromkeys((*CATEGORIES, _UNREDUCED), 0.0)
         segments: dict[Hashable, Amounts] = {}
         total, peaks, last = 0.0, dict[Hashable, float](), None
@@ -287,7 +287,7 @@ class StepMemory(TorchDispatchMode):
 
 
 class Update:
-    """One update of a shaped model, with every pass of its window; real and simulated training are followed by the same code."""
+    """One update of a planned model with every pass of its window. Real and simulated training are tracked by the same code."""
 
     def __init__(
         self,
@@ -301,7 +301,7 @@ class Update:
         self.window = 0
 
     def run(self, tracker: StepMemory | None) -> None:
-        """Clear the gradients of the step before, then run every pass of a window and update."""
+        """Clear the gradients of the previous step, then run every pass of a window and update."""
         ctx = self.ctx
         if tracker is not None:
             self._register(tracker)
@@ -352,6 +352,6 @@ class Update:
 
 
 def mean_of_outputs(outputs: object) -> Tensor:
-    """Return the mean of everything that a model returns, which serves as the loss of a task without one."""
+    """Return the mean of everything that a model returns, as the loss of a task without one."""
     found = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
     return torch.stack([tensor.float().mean() for tensor in found]).sum()

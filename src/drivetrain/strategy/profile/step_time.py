@@ -1,11 +1,10 @@
-"""How long the operators of a step take: each by its kind and shape on this machine, all together by host and device.
+"""How long the operators of a step take: each by its kind and shape on this machine, and all together on host and device.
 
-A measured machine has a `Timetable`. For a machine that is not there, a roofline takes its place: arithmetic at a rate that small products
-do not reach, or memory traffic, and never less than a kernel takes to begin and end.
-
-An accelerator works on a queue that the host fills. In each stretch of a step the slower of the two decides, and what the host is ahead
-by when a stretch ends helps the next one. So small batches take what the host takes, whatever the arithmetic. A CPU is host and device in
-one: times add up.
+A measured machine has a `Timetable`. For a machine that is not available, a roofline model is used: arithmetic at a rate that
+small products do not reach, or memory traffic, and never less than the launch time of a kernel. An accelerator works on a queue
+that the host fills. In each stretch of a step the slower of the two decides, and the host's lead at the end of a stretch carries
+over to the next one. So small batches take the host's time, whatever the arithmetic. On a CPU, host and device are the same, and
+times add up.
 """
 
 from collections import defaultdict
@@ -55,7 +54,7 @@ def operator_seconds(
     is_channels_last: bool = False,
     how: How = "eager",
 ) -> float:
-    """Return what one operator takes on the device at a batch size; `rate` replaces the type that products compute in."""
+    """Return the device time of one operator at a batch size. `rate` replaces the type that products compute in."""
     if work.key == VIEW:
         return 0.0
     kind = work.key.partition("/")[0]
@@ -140,13 +139,13 @@ def _roofline(
 
 @dataclass
 class PassTime:
-    """What one forward and backward pass takes, by phase and by whether a block does it: on the device, and on the host."""
+    """The time of one forward and backward pass, by phase and by whether it is inside a block, on device and host."""
 
     device: dict[tuple[str, bool], float] = field(default_factory=lambda: defaultdict(float))
     host: dict[tuple[str, bool], float] = field(default_factory=lambda: defaultdict(float))
 
     def seconds(self, phase: str, in_block: bool) -> float:
-        """Return the longer of both."""
+        """Return the longer of the two."""
         place = phase, in_block
         return max(self.device.get(place, 0.0), self.host.get(place, 0.0))
 
@@ -161,7 +160,7 @@ def pass_time(
     is_channels_last: bool = False,
     traffic: float = 1.0,
 ) -> PassTime:
-    """Return what a pass of so many samples takes, part by part; `traffic` is a factor on what waits for memory."""
+    """Return the time of a pass part by part. `traffic` multiplies the time of memory-bound operators."""
     found = PassTime()
     is_cpu = machine.kind == "cpu"
     for work in works:
@@ -177,7 +176,7 @@ def pass_time(
 
 
 def host_seconds(work: Work, machine: MachineProfile, how: How) -> float:
-    """Return what the host pays to start an operator; a CPU pays it in addition to the operator's own time."""
+    """Return the host time to start an operator. On a CPU it adds to the operator's own time."""
     measured = {} if machine.times is None else machine.times.host
     cost = {name: measured.get(name, share * machine.launch) for name, share in _HOST.items()}
     mean = (cost["forward"] + cost["backward"]) / 2
@@ -196,7 +195,7 @@ def host_seconds(work: Work, machine: MachineProfile, how: How) -> float:
 
 
 def queued(stretches: Sequence[tuple[float, float]]) -> float:
-    """Return the time of a step, given what the host and the device need for each stretch of it; the step after it begins at once.
+    """Return the time of a step from the host and device time of each stretch. The next step begins at once.
 
     >>> queued([(1.0, 2.0), (2.0, 1.0)])  # the host is ahead when the first stretch ends
     3.0
@@ -221,7 +220,7 @@ def step_seconds(passes: PassTime, update: tuple[float, float] = (0.0, 0.0), acc
 
 
 def update_seconds(moved: float, tensors: int, passes: float, machine: MachineProfile) -> tuple[float, float]:
-    """Return what the optimizer costs host and device: traffic over all its state, and a little for each tensor."""
+    """Return the host and device time of the optimizer: memory traffic over all its state, and a little for each tensor."""
     grid = None if machine.times is None else machine.times.grid("update", "float32")
     device = passes * (1.3 * _traffic(moved, machine) if grid is None else grid.seconds([moved]))
     if machine.kind == "cpu":

@@ -1,7 +1,7 @@
-"""The one place that touches private parts of torch: fake tensors, dispatcher keys, operation counts, ahead-of-time capture.
+"""The only file that uses private parts of torch: fake tensors, dispatch keys, operation counts, ahead-of-time capture.
 
-Each function says in its docstring what it needs; where that is missing it raises `PrivateFeatureMissing`, and callers fall back to
-closed forms. Nothing else in this folder imports a name with an underscore from torch.
+The docstring of each function names what it needs. If that is missing, it raises `PrivateFeatureMissing`, and callers fall back
+to closed forms. Nothing else in this folder imports a name with an underscore from torch.
 """
 
 import importlib
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class PrivateFeatureMissing(RuntimeError):
-    """This torch does not have something that the profile would use."""
+    """This version of torch lacks something that the profile uses."""
 
 
 def fake_mode() -> "FakeTensorMode":
-    """Return a mode in which tensors have shapes and no memory, on a pretended CPU; enter it with `with`."""
+    """Return a mode in which tensors have shapes and no memory, on a fake CPU. Enter it with `with`."""
     try:
         from torch._subclasses.fake_tensor import FakeTensorMode
     except ImportError as error:
@@ -44,7 +44,7 @@ def is_fake(value: object) -> bool:
 
 
 def faked(mode: "FakeTensorMode", tensor: Tensor) -> Tensor:
-    """Return a fake tensor on the pretended CPU, shaped like a tensor on any device."""
+    """Return a fake tensor on the fake CPU, with the shape of a tensor on any device."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"expected a tensor, got {type(tensor).__name__}")
     with mode, torch.no_grad():
@@ -54,7 +54,7 @@ def faked(mode: "FakeTensorMode", tensor: Tensor) -> Tensor:
 
 
 def operation_flops(function: "Operation", args: tuple, kwargs: Mapping[str, object], result: object) -> float:
-    """Return the floating-point operations of one dispatched operation; 0 for all but products, convolutions and attention."""
+    """Return the floating-point operations of one dispatched operation; 0 except for products, convolutions and attention."""
     from torch.utils.flop_counter import flop_registry
 
     packet = function._overloadpacket
@@ -77,7 +77,7 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor, is_backward: boo
 
 
 def is_view_operation(function: "Operation") -> bool:
-    """Return whether an operation returns another look at its input and moves no memory."""
+    """Return whether an operation returns a view of its input and moves no memory."""
     return bool(function.is_view) or function._schema.name in _VIEW_LIKE
 
 
@@ -92,7 +92,7 @@ Rule = Callable[..., Any]
 
 @contextmanager
 def operation_rules(rules: Iterable[tuple[str, str, Rule]]) -> Iterator[None]:
-    """Let operations on fake CPU tensors follow other rules: (name, dispatch key, rule); real tensors keep torch's own.
+    """Change how operations on fake CPU tensors behave: (name, dispatch key, rule). Real tensors are not affected.
 
     Kernels are registered for the time of the context and removed after it. An operation
     that this torch does not have, or has such a kernel for, is left out.
@@ -191,7 +191,7 @@ def captured_saved_bytes(function: Callable[..., object], inputs: list[Tensor], 
 
 
 def traced_saved_bytes(function: Callable[..., Tensor], inputs: object, round_to: int = 512) -> float:
-    """Return the same from the compiler's own front end: it follows code that tracing cannot, and may make several graphs of it.
+    """Return the same from the compiler's own front end, which follows code that tracing cannot and may make several graphs.
 
     What a graph returns to the next one counts as kept. What runs between graphs runs on fake tensors and is not counted. Nothing is
     compiled, and the compiler forgets what it saw here.

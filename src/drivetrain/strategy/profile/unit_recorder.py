@@ -1,6 +1,6 @@
-"""Charge the operations of a pass on fake tensors to the blocks that run them: what each part of a model does and keeps.
+"""Attribute the operations of a pass on fake tensors to the blocks that run them: what each part of a model computes and keeps.
 
-`UnitRecorder` watches a forward pass by itself. `OperationList` is shown every operator of a tracked step.
+`UnitRecorder` tracks a forward pass by itself. `OperationList` receives every operator of a tracked step.
 """
 
 from collections import defaultdict
@@ -35,11 +35,11 @@ class UnitTotals:
     saved_by_member: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def amounts(self) -> tuple[float, ...]:
-        """Return everything that adds up."""
+        """Return everything that is additive."""
         return self.flops, self.traffic, self.operations, self.saved, self.inputs, self.expensive
 
     def continue_to(self, longer: "UnitTotals", more: int) -> None:
-        """Become what would be there with `more` further blocks, each of which adds as much as the one that `longer` has more."""
+        """Extrapolate to `more` further blocks, each of which adds the difference to `longer`."""
         steps = [after - before for before, after in zip(self.amounts(), longer.amounts())]
         flops, traffic, operations, saved, inputs, expensive = (
             before + more * step for before, step in zip(self.amounts(), steps)
@@ -49,7 +49,7 @@ class UnitTotals:
 
 
 class UnitRecorder(TorchDispatchMode):
-    """Charges a forward pass to units: the index of the unit whose member runs, or `rest` outside of all."""
+    """Attributes a forward pass to units: the index of the unit whose member runs, or `rest` outside of all."""
 
     def __init__(
         self,
@@ -89,17 +89,17 @@ class UnitRecorder(TorchDispatchMode):
         return self.totals[self._stack[-1][0]]
 
     def amounts(self) -> dict[int, tuple[float, ...]]:
-        """Return everything that adds up, by unit; the loss counts as one more."""
+        """Return everything that is additive, by unit. The loss counts as one more unit."""
         return {-1: self.loss.amounts()} | {index: unit.amounts() for index, unit in self.totals.items()}
 
     def continue_to(self, longer: "UnitRecorder", more: int) -> None:
-        """Become the record with `more` further blocks."""
+        """Extrapolate the record to `more` further blocks."""
         for index in {*self.totals, *longer.totals}:
             self.totals[index].continue_to(longer.totals[index], more)
         self.loss.continue_to(longer.loss, more)
 
     def watch(self, model: nn.Module) -> list[RemovableHandle]:
-        """Put hooks on the members and on Linear layers; return their handles."""
+        """Register hooks on the members and on Linear layers, and return their handles."""
         handles = []
         for name, module in model.named_modules():
             if module in self._members:
@@ -132,7 +132,7 @@ class UnitRecorder(TorchDispatchMode):
         return remember
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Charge a tensor saved for backward, each storage once."""
+        """Count a tensor saved for backward, each storage once."""
         key = self._key(tensor)
         if key not in self._saved:
             self._saved.add(key)
@@ -201,13 +201,13 @@ def _is_expensive(func: "Operation", args: Sequence[object]) -> bool:
 
 
 def saving_hooks(recorder: UnitRecorder) -> torch.autograd.graph.saved_tensors_hooks:
-    """Return a context in which what autograd saves is charged."""
+    """Return a context in which tensors saved by autograd are counted."""
     return torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda saved: saved)
 
 
 @dataclass
 class OperationList:
-    """Writes operators down; `StepMemory` shows it each one, with the numbers of its storages."""
+    """Records operators. `StepMemory` passes it each one with the numbers of its storages."""
 
     phase: str = "forward"
     in_block: bool = False
@@ -223,7 +223,7 @@ class OperationList:
         result: object,
         number: Callable[[Tensor], int | None],
     ) -> None:
-        """Write one operator down."""
+        """Record one operator."""
         name = func._schema.name.rpartition("::")[2]
         if name in _FREE:
             return
@@ -260,7 +260,7 @@ class OperationList:
         )
 
     def watch(self, blocks: Iterable[nn.Module]) -> list[RemovableHandle]:
-        """Put hooks on blocks, so that operators are known to be theirs in both directions; return the handles."""
+        """Register hooks on blocks, so that operators can be attributed to them in both directions. Return the handles."""
         handles = []
         for block in blocks:
             handles.append(block.register_forward_pre_hook(self._enter, with_kwargs=True))

@@ -1,4 +1,4 @@
-"""What is known about a model and a machine before a plan is tried: plain values that predictions are made from, and that JSON can hold.
+"""What is known about a model and a machine before a plan is tried: plain values for predictions, which JSON can store.
 
 All sizes are bytes, all times seconds. What grows with the batch is given per sample: activations are linear in the batch.
 """
@@ -31,7 +31,7 @@ Line = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Operators of a step that are alike, or one kernel that a compiler makes of several; sizes are lines in the batch."""
+    """Equal operators of a step, or one kernel that a compiler makes from several. Sizes are lines in the batch size."""
 
     key: str
     """The kind, and what else decides which kernel runs: "product", "norm/layer/backward"."""
@@ -50,7 +50,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitProfile:
-    """One kind of repeated block, or (with an empty path) everything outside of blocks."""
+    """One kind of repeated block or, with an empty path, everything outside of blocks."""
 
     path: str
     """Where the blocks are; empty for the rest of the model."""
@@ -128,7 +128,7 @@ class ModelProfile:
         return sum(unit.count * unit.forward_flops for unit in self.units)
 
     def peak(self, kind: str, batch: float) -> float | None:
-        """Return the tracked peak of an eager step of `batch` samples with a fused optimizer, or None where it was not tracked.
+        """Return the tracked peak of an eager step of `batch` samples with a fused optimizer, or None if it was not tracked.
 
         `kind` is an arithmetic, or one with a mode of checkpointing: "bfloat16/full".
         """
@@ -141,7 +141,7 @@ class ModelProfile:
 
 @dataclass(frozen=True)
 class Grid:
-    """Seconds over some sizes, on a grid; between its points time is a straight line in logarithms.
+    """Seconds over a grid of sizes. Between its points time is linear in logarithms.
 
     >>> grid = Grid(((1.0, 4.0),), (1.0, 2.0))
     >>> round(grid.seconds((2.0,)), 3), grid.seconds((8.0,)), grid.seconds((0.5,))
@@ -153,7 +153,7 @@ class Grid:
     """Seconds, the last axis fastest."""
 
     def seconds(self, sizes: Sequence[float]) -> float:
-        """Return the time at some sizes; beyond the last point it grows in proportion, below the first it stays."""
+        """Return the time at some sizes. Beyond the last point it grows proportionally, below the first it is constant."""
         corners, beyond = [(0, 1.0)], 1.0
         for axis, size in zip(self.axes, sizes, strict=True):
             beyond *= max(1.0, size / axis[-1])
@@ -169,7 +169,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Timetable:
-    """What operators take on a device, by kind and type, and what the host pays to start them."""
+    """Times of operators on a device, by kind and type, and the host time to start them."""
 
     grids: Mapping[str, Grid] = field(default_factory=dict)
     """By "key/dtype", or by key alone: over the sizes of `Work.dims`, or over the bytes moved."""
@@ -179,7 +179,7 @@ class Timetable:
     """Whether there was time for all kinds; a later start measures the others."""
 
     def grid(self, key: str, dtype: str) -> Grid | None:
-        """Return the grid of an operator, or of the nearest kind that was measured."""
+        """Return the grid of an operator, or of the nearest measured kind."""
         while key:
             for name in (f"{key}/{dtype}", key):
                 if name in self.grids:
@@ -190,7 +190,7 @@ class Timetable:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What sending costs along one kind of connection: a start-up time and a rate."""
+    """The cost of communication over one kind of connection: a latency and a rate."""
 
     latency: float
     bandwidth: float
@@ -198,7 +198,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineProfile:
-    """One device and its links, measured here or taken from data sheets."""
+    """One device and its links, measured or taken from data sheets."""
 
     device: str
     """Its name."""
@@ -234,12 +234,12 @@ class MachineProfile:
 
 
 def divides_heads(profile: ModelProfile, size: int) -> bool:
-    """Return whether all attention heads that are known can be split into so many parts."""
+    """Return whether all known attention heads can be split into this many parts."""
     return all(unit.heads % size == 0 for unit in profile.units if unit.heads)
 
 
 class ModelCounts(TypedDict):
-    """The fields of a profile that a model shows without a run."""
+    """The fields of a profile that need no run of the model."""
 
     parameters: int
     trainable: int
@@ -251,7 +251,7 @@ class ModelCounts(TypedDict):
 
 
 def counts_of(model: nn.Module) -> ModelCounts:
-    """Return what a model shows without a run."""
+    """Return what can be read from a model without a run."""
     parameters, modules = list(model.parameters()), list(model.modules())
     return {
         "parameters": sum(p.numel() for p in parameters),

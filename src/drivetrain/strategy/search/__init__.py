@@ -1,1 +1,1 @@
-"""From what is known to a plan: candidates, predictions, a ranking, and a decision that explains itself."""
+"""Find a plan: candidates, predictions, a ranking, and a decision with its reasons."""

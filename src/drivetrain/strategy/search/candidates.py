@@ -39,12 +39,12 @@ class Candidate:
 
     @property
     def world(self) -> int:
-        """How many processes it runs on."""
+        """The number of processes."""
         return self.pipe * self.data * self.zero * self.sequence * self.tensor
 
     @property
     def data_ranks(self) -> int:
-        """Over how many ranks samples are spread."""
+        """The number of ranks that samples are spread over."""
         return self.data * self.zero
 
     @property
@@ -76,7 +76,7 @@ class Candidate:
 
     @property
     def divides_model(self) -> bool:
-        """Whether no rank runs the whole model on whole samples with whole parameters."""
+        """Whether the model, its samples or its parameters are split over ranks."""
         return self.is_sharded or self.tensor * self.pipe * self.sequence > 1
 
     @cached_property
@@ -90,12 +90,12 @@ class Candidate:
 
     @property
     def kind(self) -> str:
-        """The part of it that decides which kernels run; plans of one kind mispredict alike."""
+        """What decides which kernels run. Prediction errors are similar for plans of one kind."""
         return self.effects.kind
 
     @property
     def is_compiled(self) -> bool:
-        """Whether a compiler has a part in it, and time to take."""
+        """Whether any part is compiled, which takes time at the start."""
         return self.effects.is_compiled
 
     @property
@@ -105,24 +105,24 @@ class Candidate:
 
     @cached_property
     def amounts(self) -> dict[str, int]:
-        """How far it goes in saving memory, by the dimensions of methods that are ordered."""
+        """How much memory it saves, in each ordered dimension of methods."""
         found = ((method.dimension or method.name, method.amount(config)) for method, config in self.steps)
         return {dimension: amount for dimension, amount in found if amount}
 
     def adding(self, option: Option) -> "Candidate":
-        """Return it with further methods, which come later in the registry."""
+        """Return the candidate with further methods, which come later in the registry."""
         return Candidate(
             pipe=self.pipe, data=self.data, zero=self.zero, sequence=self.sequence, tensor=self.tensor,
             micro=self.micro, accumulation=self.accumulation, methods=self.methods + option,
         )  # fmt: skip
 
     def without(self, names: Iterable[str]) -> "Candidate":
-        """Return it without some methods."""
+        """Return the candidate without some methods."""
         left_out = set(names)
         return replace(self, methods=tuple(item for item in self.methods if item[0] not in left_out), given=None)
 
     def axes(self) -> list[tuple[str, int]]:
-        """Return the axes of its mesh, the fastest first; empty when all ranks are data ranks."""
+        """Return the axes of its mesh, the fastest first; empty if all ranks are data ranks."""
         present = [(axis, getattr(self, axis)) for axis in reversed(AXES) if getattr(self, axis) > 1]
         return [] if [axis for axis, _ in present] in ([], ["data"]) else present
 
@@ -139,7 +139,7 @@ class Candidate:
         return list(dict.fromkeys([*self._implied(), *self.configs]))
 
     def plan(self, kept: Mapping[str, Any] | None = None, base: Mapping[str, Any] | None = None) -> Strategy:
-        """Return it as a Strategy; `kept` configurations stay as they are, `base` ones are changed where the candidate differs."""
+        """Return the candidate as a Strategy. `kept` configurations are unchanged; `base` ones change where the candidate differs."""
         if self.given is not None:
             return self.given
         kept, base, implied = kept or {}, base or {}, self._implied()

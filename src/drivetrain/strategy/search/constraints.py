@@ -1,4 +1,4 @@
-"""What a caller asks of a search, checked once, and the problem that plans are made for."""
+"""The constraints of a search, checked once, and the problem that plans are made for."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -69,12 +69,12 @@ class SearchConstraints:
         return expand_names(self.excluded)
 
     def wanted(self) -> list[frozenset[str]]:
-        """Return sets of names; a plan must have at least one of each."""
+        """Return sets of names. A plan must have at least one name of each set."""
         names = [item[0] if isinstance(item, tuple | list) else item for item in self.included]
         return [frozenset(expand_names([name]) - self.unwanted()) for name in names]
 
     def configured(self) -> dict[str, Any]:
-        """Return the settings of the methods that were included with some."""
+        """Return the settings of the methods that were included with settings."""
         found = {}
         for item in self.included:
             if isinstance(item, tuple | list) and len(item) > 1 and item[1] is not None:
@@ -89,7 +89,7 @@ class SearchConstraints:
 
 
 def with_included(plan: Strategy, included: Iterable[object] | None, excluded: Iterable[str] | None) -> Strategy:
-    """Return a plan with what must be in it; what must not be in it raises."""
+    """Return a plan with everything that must be in it. An excluded method in it raises."""
     wanted = [item if isinstance(item, tuple | list) else (item,) for item in included or ()]
     unwanted = expand_names(excluded or ())
     both = expand_names(item[0] for item in wanted) & unwanted
@@ -162,7 +162,7 @@ class PlanningProblem:
 
 
 class Requests:
-    """What the caller's constraints say about names and configurations."""
+    """The caller's constraints on methods and configurations."""
 
     def __init__(self, problem: PlanningProblem):
         constraints = problem.constraints
@@ -209,7 +209,7 @@ class Requests:
         return any(members == {name} for members in self.wanted) or name in self.kept
 
     def allows(self, candidate: Candidate) -> bool:
-        """Return whether a candidate has all that was requested, and nothing that was ruled out."""
+        """Return whether a candidate has everything that was requested and nothing that was excluded."""
         names = set(candidate.names())
         if names & self.unwanted or (self.only is not None and not names <= self.only):
             return False

@@ -37,7 +37,7 @@ TIME = ("compute", "recompute", "communication", "bubble", "transfer", "optimize
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes and seconds; the categories of memory are those of the moment at which most is held, so they add up to the peak.
+    """Bytes and seconds. The memory categories are those at the peak, so they add up to it.
 
     >>> cost = Cost({"params": 4.0, "activations": 8.0}, {"compute": 2.0})
     >>> cost.scaled(activations=0.5, compute=1.25).peak_bytes
@@ -85,7 +85,7 @@ def predict_memory(effects: Effects, profile: ModelProfile, machine: MachineProf
 
 
 def tracked_excess(e: Effects, profile: ModelProfile) -> float:
-    """Return by how much a tracked run of the plain model on one rank was above the closed form: what lives for a moment only.
+    """Return by how much a tracked run of the plain model exceeds the closed form: memory that is held only briefly.
 
     With it, the prediction for an eager plan on one rank is the tracked peak itself. A model that is compiled whole has figures of its own;
     under compiled blocks, head and loss still run as they are.
@@ -107,7 +107,7 @@ def tracked_excess(e: Effects, profile: ModelProfile) -> float:
 
 
 def parts_read(e: Effects) -> frozenset[str]:
-    """Return the parts of a model's profile that a prediction reads, in addition to those that every one does."""
+    """Return the parts of a model's profile that a prediction reads in addition to those that all predictions read."""
     found = {e.arithmetic + COMPILED} if e.is_compiled else set()
     if e.recompute.tracked_part and e.is_tracked:
         found.add(e.arithmetic + e.recompute.tracked_part)
@@ -150,7 +150,7 @@ def _fixed_state(e: Effects, profile: ModelProfile) -> dict[str, float]:
 
 
 def gathered_bytes(e: Effects, profile: ModelProfile) -> float:
-    """Return what sharding holds whole at once: parameters in use, and one unit's gradient before it is reduced."""
+    """Return what sharding holds unsharded at once: parameters in use, and one unit's gradient before it is reduced."""
     if not e.is_sharded or e.shards == 1:
         return 0.0
     width = 2.0 if e.arithmetic == "bfloat16" else 4.0
@@ -174,7 +174,7 @@ def _unreduced_window(e: Effects, profile: ModelProfile) -> float:
 
 
 def output_gradient_bytes(e: Effects, profile: ModelProfile) -> float:
-    """Return the gradient of a compiled model's output, which is there while the loss still holds the output itself.
+    """Return the gradient of a compiled model's output, which exists while the loss still holds the output.
 
     In a loop that calls model and loss one after the other these are two compiled graphs, and the second may not write into what it was
     given; one graph of both would. What 16 bits save of the output is half of it: the loss computes in float32 either way.
@@ -186,7 +186,7 @@ def output_gradient_bytes(e: Effects, profile: ModelProfile) -> float:
 
 
 def activation_bytes(e: Effects, profile: ModelProfile) -> float:
-    """Return what is kept between forward and backward, the batch itself included."""
+    """Return what is kept between forward and backward, including the batch."""
     kept = e.arithmetic
     ratio = compiled_ratio(e, profile)
     blocks = [unit for unit in profile.units if unit.path]
@@ -226,7 +226,7 @@ def _of_fullest_stage(e: Effects, of_blocks: float, rest: float) -> float:
 
 
 def compiled_ratio(e: Effects, profile: ModelProfile) -> float:
-    """Return what compilation keeps of the activations, as a share of what eager mode keeps; attention may be written out and keep more.
+    """Return the activations that compilation keeps, relative to eager mode. Decomposed attention may keep more.
 
     A graph that was captured at one batch size only counts its fixed part to every sample.
     """
@@ -263,7 +263,7 @@ def predict_time(effects: Effects, profile: ModelProfile, machine: MachineProfil
 
 
 def pass_of(e: Effects, profile: ModelProfile, machine: MachineProfile) -> PassTime:
-    """Return what one pass takes, on the stage of a pipeline that has most; from recorded operators where there are any."""
+    """Return the time of one pass on the slowest pipeline stage, from recorded operators if there are any."""
     found = recorded_pass(e, profile, machine) if e.arithmetic in profile.work else _pass_of_units(e, profile, machine)
     threads = thread_factor(e, machine)
     share = {True: 1 / e.stages, False: 1.0}  # blocks are divided among stages
@@ -274,7 +274,7 @@ def pass_of(e: Effects, profile: ModelProfile, machine: MachineProfile) -> PassT
 
 
 def recorded_pass(e: Effects, profile: ModelProfile, machine: MachineProfile) -> PassTime:
-    """Return what the operators of one pass take; what is compiled runs fused."""
+    """Return the time of the operators of one pass. Compiled parts run fused."""
     batch = e.micro / e.parts / e.work_ranks
     key = (e.arithmetic, e.compiled, e.is_recorded, e.rate, e.is_channels_last, e.block_kernels, e.other_kernels, batch)
     return _REMEMBERED.recall(profile, machine, key, lambda: _recorded_pass(e, profile, machine, batch))
@@ -345,12 +345,12 @@ _REMEMBERED = _Remembered()
 
 
 def thread_factor(e: Effects, machine: MachineProfile) -> float:
-    """Return the time of an operation with a plan's threads, over that with those the machine was measured with."""
+    """Return the time of an operation with the plan's threads, relative to the threads of the measurement."""
     return 1.0 if e.threads is None else (max(1, machine.threads) / e.threads) ** _THREAD_GAIN
 
 
 def correction_of(e: Effects, machine: MachineProfile) -> float:
-    """Return measured over predicted time of plans of a kind; where none was tried, of the nearest kind with the same kernels."""
+    """Return measured over predicted time for plans of a kind, or of the nearest kind with the same kernels if none was tried."""
     known = machine.corrections
     if not known or e.kind in known:
         return known.get(e.kind, 1.0)
@@ -366,7 +366,7 @@ def _accumulation_time(e: Effects, profile: ModelProfile, machine: MachineProfil
 
 
 def collective_time(size: float, ranks: int, link: Link) -> float:
-    """Return the time of an all-gather or reduce-scatter of `size` bytes in all.
+    """Return the time of an all-gather or reduce-scatter of `size` bytes in total.
 
     >>> round(collective_time(8e9, 8, Link(latency=1e-5, bandwidth=100e9)), 5)
     0.07007
@@ -375,7 +375,7 @@ def collective_time(size: float, ranks: int, link: Link) -> float:
 
 
 def link_of(e: Effects, axis: str, machine: MachineProfile) -> Link:
-    """Return what connects the ranks along an axis: neighbours share a node while the axes inside fit into one."""
+    """Return the link between the ranks along an axis: ranks share a node while the inner axes fit into one."""
     span = 1
     for name in ("tensor", "sequence", "zero", "data", "pipe"):
         span *= e.axes.get(name, 1)
@@ -385,7 +385,7 @@ def link_of(e: Effects, axis: str, machine: MachineProfile) -> Link:
 
 
 def communication_time(e: Effects, profile: ModelProfile, machine: MachineProfile, busy: float) -> float:
-    """Return the communication that compute does not hide."""
+    """Return the communication that computation does not hide."""
     params = profile.parameter_bytes / e.parameter_ranks
     grads = params * profile.trainable / max(profile.parameters, 1)
     backward_of_one = busy * _BACKWARD / (1 + _BACKWARD) / e.accumulation
@@ -449,7 +449,7 @@ def _update_time(e: Effects, profile: ModelProfile, machine: MachineProfile) -> 
 
 
 def rescaled_prediction(plan: "Strategy", axes: Mapping[str, int], batch: BatchSplit | None) -> dict[str, Any] | None:
-    """Return a plan's predicted memory for other axes and another batch arithmetic; None where it has none to go by."""
+    """Return a plan's predicted memory for other axes and another batch split; None if the plan has no prediction."""
     known = (plan.predicted or {}).get("memory")
     if not known or plan.mesh is None or plan.batch is None or batch is None:
         return None
@@ -483,7 +483,7 @@ def _shards(axes: Mapping[str, int]) -> int:
 
 
 def shortfall_of(predicted: Mapping[str, Any] | None) -> str | None:
-    """Return by how much a prediction is above the budget it was made for, or None where it fits."""
+    """Return by how much a prediction exceeds its budget, or None if it fits."""
     if predicted is None or not predicted["peak_bytes"] > predicted.get("budget_bytes", math.inf):
         return None
     peak, budget = predicted["peak_bytes"], predicted["budget_bytes"]

@@ -1,4 +1,4 @@
-"""The end of a search: which plan it is, and everything that is reported about it."""
+"""The end of a search: the chosen plan, and everything that is reported about it."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ _MOST_REJECTED = 5
 
 @dataclass(frozen=True)
 class Measurement:
-    """One plan, tried."""
+    """One tried plan."""
 
     scored: Scored
     plan: Strategy
@@ -35,12 +35,12 @@ class Measurement:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the plan ran, right and in time."""
+        """Whether the plan ran correctly and in time."""
         return self.result.outcome == "ok" and self.result.step_seconds is not None
 
 
 def choose(measurements: Sequence[Measurement], tie: float = TIE) -> Measurement | None:
-    """Return the fastest plan that worked; of those within a tie the one with fewer methods."""
+    """Return the fastest plan that worked. Among ties, return the one with the fewest methods."""
     usable = [item for item in measurements if item.is_usable]
     if not usable:
         return None
@@ -61,7 +61,7 @@ def finished_plan(
     notes: Sequence[str],
     report: Mapping[str, object],
 ) -> Strategy:
-    """Return the chosen plan with its numbers, its reasons, and what was rejected."""
+    """Return the chosen plan with its numbers, its reasons and the rejected plans."""
     plan = measurement.plan if measurement is not None else space.plan(chosen.candidate)
     predicted: dict[str, Any] = {
         "memory": plain_numbers(chosen.cost.memory),
@@ -86,7 +86,7 @@ def finished_plan(
 
 
 def measured_numbers(result: TrialResult) -> dict[str, Any]:
-    """Return what a trial showed, as a plan keeps it."""
+    """Return the results of a trial as a plan stores them."""
     kept = (
         "step_seconds",
         "steps",
@@ -128,7 +128,7 @@ def _rejected(
 def infeasible_plan(
     scored: Sequence[Scored], space: SearchSpace, budget: float, report: Mapping[str, object]
 ) -> Strategy:
-    """Return the plan that comes closest, marked as failed, with what is missing."""
+    """Return the plan that comes closest, marked as failed, with the memory that is missing."""
     misses = nearest_misses(scored, budget)
     nearest, shortfall = misses[0]
     message = (
@@ -170,7 +170,8 @@ def summary(plan: Strategy) -> list[str]:
     if plan.failure is not None:
         return [f"no plan: {plan.failure.message}"]
     lines = [
-        f"plan: {', '.join(plan.opt_names()) or 'the model as it is'}" + (f", batch {plan.batch}" if plan.batch else "")
+        f"plan: {', '.join(plan.opt_names()) or 'the unchanged model'}"
+        + (f", batch {plan.batch}" if plan.batch else "")
     ]
     predicted, measured, search = plan.predicted or {}, plan.measured or {}, plan.search or {}
     trials = search.get("measured", ())
@@ -199,7 +200,7 @@ def summary(plan: Strategy) -> list[str]:
 
 
 def plain_plan(cause: str, failed: Strategy | None = None) -> Strategy:
-    """Return the plan that changes nothing, for a training that goes on although its search failed, and warn of it once."""
+    """Return the plan that changes nothing, for a training run that continues although its search failed, and warn once."""
     if is_master():
         warnings.warn(
             f"The search found no plan, so the model trains without one: {cause} strict=True raises an error instead.",
@@ -220,7 +221,7 @@ def report_of(
     seconds: Mapping[str, float],
     plain: Scored | None = None,
 ) -> dict[str, Any]:
-    """Return the search itself as JSON holds it: counts, times, every trial, and points for a picture."""
+    """Return the search as JSON values: counts, times, every trial, and points for a picture."""
     return {
         "candidates": len(scored),
         "fitting": fitting,
@@ -246,7 +247,7 @@ _SHOWN = ("step_seconds", "steps", "peak_bytes", "reserved_bytes", "startup_seco
 
 
 def points_of(scored: Sequence[Scored]) -> list[str]:
-    """Return candidates as "seconds bytes kind", evenly thinned where there are very many."""
+    """Return candidates as "seconds bytes kind", evenly thinned if there are very many."""
     step = max(1, -(-len(scored) // _MOST_POINTS))
     return [f"{item.seconds:.6g} {item.peak:.6g} {item.candidate.kind}" for item in scored[::step]]
 

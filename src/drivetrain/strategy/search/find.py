@@ -1,8 +1,8 @@
-"""Find the fastest plan that is right and fits: predict all candidates, simulate the promising, measure a few, decide.
+"""Find the fastest plan that is correct and fits: predict all candidates, simulate the promising ones, measure a few, decide.
 
-The search is anytime: when its time is up, the best verified plan so far is returned, and without one the best prediction, marked as such.
-Nothing runs in this process but arithmetic and shapes; models, random states and loaders of the caller stay untouched. Every rank calls
-`find_plan` with the same arguments; rank 0 finds out and decides.
+The search can stop at any time: when its time is up, it returns the best verified plan so far or, without one, the best
+prediction, marked as such. Only arithmetic and shapes run in this process. Models, random states and loaders of the caller do not
+change. Every rank calls `find_plan` with the same arguments; rank 0 measures and decides.
 """
 
 import time
@@ -70,7 +70,7 @@ def find_plan(
     constraints: SearchConstraints,
     on_progress: Callable[[str], None] | None = None,
 ) -> Strategy:
-    """Return the best plan for a training on `world` processes, or one with `failure` set (with `strict`: raise it).
+    """Return the best plan for training on `world` processes, or one with `failure` set (with `strict`, raise it).
 
     What an equal search found before is returned at once, see `plan_cache`.
     """

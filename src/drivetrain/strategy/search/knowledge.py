@@ -1,10 +1,10 @@
-"""What a search knows of model and machine, what it finds out for the few candidates that matter, and what trials teach it.
+"""What a search knows about model and machine, what it finds out for the few candidates that matter, and what it learns from trials.
 
-Capturing a compiled graph takes longer than everything else that is found out about a model, so it is done only for plans that need it.
-Without it a compiled plan is predicted to keep what eager mode keeps, which is more; time does not depend on it. So a candidate that fits
-without being known better fits, and one that does not is looked at closely only if it would be among the fastest.
+Capturing a compiled graph takes longer than everything else that is computed about a model, so it is done only for plans that
+need it. Without it, a compiled plan is predicted to keep what eager mode keeps, which is more; the predicted time does not depend
+on it. So a candidate that fits by this prediction fits, and one that does not is examined only if it would be among the fastest.
 
-Numbers differ from rank to rank (free memory, clocks), and a plan must not: rank 0 finds out and decides.
+Numbers such as free memory and clocks differ between ranks, and a plan must not. So rank 0 measures and decides.
 """
 
 import time
@@ -28,7 +28,7 @@ from drivetrain.strategy.search.ranking import Scored, order, predict
 
 @dataclass
 class Knowledge:
-    """Model and machine; all ranks know the same, and rank 0 finds it out."""
+    """Model and machine. All ranks have the same values, which rank 0 finds."""
 
     profile: ModelProfile
     machine: MachineProfile
@@ -43,16 +43,16 @@ class Knowledge:
     asked: set[str] = field(default_factory=set)
 
     def predicted(self, candidates: Iterable[Candidate]) -> list[Scored]:
-        """Return candidates with their predicted cost, from the fastest on."""
+        """Return candidates with their predicted cost, fastest first."""
         return order(predict(candidate, self.profile, self.machine) for candidate in candidates)
 
     def missing(self, items: Iterable[Scored]) -> set[str]:
-        """Return the parts that the predictions of some candidates read, and that have not been requested."""
+        """Return the profile parts that the predictions of some candidates read and that have not been requested."""
         read = set().union(*(parts_read(item.candidate.effects) for item in items), set())
         return read - self.asked - self.excluded
 
     def find_out(self, parts: set[str]) -> None:
-        """Ask for parts of the profile, in the time that is left for it; what does not come in time is named in its notes."""
+        """Request parts of the profile within the remaining time. The notes name what was not finished in time."""
         self.asked |= parts
         profiler = self.profiler
         begin = time.monotonic()
@@ -66,14 +66,14 @@ class Knowledge:
         self.seconds -= time.monotonic() - begin
 
     def again(self, scored: Sequence[Scored], parts: set[str]) -> list[Scored]:
-        """Return candidates with the cost of those predicted again that read some parts."""
+        """Return candidates, with the cost of those that read some parts predicted again."""
         return order(
             predict(item.candidate, self.profile, self.machine) if parts & parts_read(item.candidate.effects) else item
             for item in scored
         )
 
     def completed(self, item: Scored) -> Scored:
-        """Return a candidate with its memory predicted from all that its prediction reads."""
+        """Return a candidate with its memory predicted from all parts that its prediction reads."""
         parts = self.missing([item])
         if not parts:
             return item
@@ -89,7 +89,7 @@ class Knowledge:
 def with_compilation(
     item: Scored, memory: Mapping[str, float], profile: ModelProfile, machine: MachineProfile
 ) -> dict[str, float]:
-    """Return simulated memory with the reserve, and for a compiled plan with the activations that compilation leaves or adds."""
+    """Return simulated memory with the reserve and, for a compiled plan, with the activations that compilation saves or adds."""
     found = {name: float(value) for name, value in memory.items()}
     effects = item.candidate.effects
     if effects.is_compiled:
@@ -104,7 +104,7 @@ def with_compilation(
 
 
 def doubtful(scored: Sequence[Scored], top: Sequence[Scored], budget: float) -> list[Scored]:
-    """Return candidates that do not fit as far as is known, and would be among the top if they did."""
+    """Return candidates that do not fit by the present prediction and would be among the fastest if they did."""
     slowest = top[-1].seconds if top else float("inf")
     return [item for item in scored if item.peak > budget and item.seconds <= slowest]
 
@@ -120,7 +120,7 @@ _UNKNOWN_KERNELS, _UNKNOWN_KINDS = 500.0, 80.0
 
 
 def compile_seconds(e: Effects, profile: ModelProfile, machine: MachineProfile) -> float:
-    """Return how long the compiler is expected to take before the first step; blocks of one kind are compiled once."""
+    """Return the expected compile time before the first step. Blocks of one kind are compiled once."""
     if not e.is_compiled:
         return 0.0
     works = profile.work.get(e.arithmetic + FUSED, ())
@@ -135,13 +135,13 @@ def compile_seconds(e: Effects, profile: ModelProfile, machine: MachineProfile) 
 
 @dataclass
 class Experience:
-    """A model and a machine, which is known better after every trial. All ranks learn the same from the same results."""
+    """A model and a machine whose predictions improve with every trial. All ranks learn the same from the same results."""
 
     profile: ModelProfile
     machine: MachineProfile
 
     def learn(self, one: Measurement) -> None:
-        """Take what a trial showed."""
+        """Update predictions from the result of a trial."""
         if not one.is_usable:
             return
         candidate = one.scored.candidate
@@ -159,11 +159,11 @@ class Experience:
         self.machine = (learn if is_master() else learnt)(self.machine, prediction, one.result)
 
     def compile_seconds(self, item: Scored) -> float:
-        """Return how long a candidate is expected to compile."""
+        """Return the expected compile time of a candidate."""
         return compile_seconds(item.candidate.effects, self.profile, self.machine)
 
     def corrected(self, item: Scored) -> Scored:
-        """Return a candidate with its time predicted again; its memory, which may be simulated, stays."""
+        """Return a candidate with its time predicted again. Its memory, which may be simulated, is unchanged."""
         return replace(item, cost=Cost(item.cost.memory, predict(item.candidate, self.profile, self.machine).cost.time))
 
 
@@ -171,7 +171,7 @@ T = TypeVar("T")
 
 
 def master_does(function: Callable[[], T]) -> T:
-    """Return what a function returns on rank 0, or raise there what it raises and elsewhere the same in words; all must call this."""
+    """Run a function on rank 0 and return its result on all ranks. An error raises on all ranks. All must call this."""
     value: T | None = None
     failure: BaseException | None = None
     if is_master():

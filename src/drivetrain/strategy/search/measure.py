@@ -1,9 +1,11 @@
-"""The measuring part of a search: which plans are tried, in which order, and when to stop.
+"""The trials of a search: which plans are tried, in which order, and when to stop.
 
-Three steps each for a few plans in order of predicted time, with the plain one among them; then ten for those that came close to each
-other. What takes a second comes before what takes a compilation, which then may have nearly all the time that is left. Each plan is
-measured once: more steps replace fewer. What a trial showed changes the predictions of what is still waiting: it is ordered again, and
-what can no longer win is not tried. An `oom` rules out whatever must need as much. Rank 0's clock decides for all.
+A few plans run three steps each, in order of predicted time and including the plain one. Then those that are close to each other
+run ten. Plans without compilation come first; a compilation may then take nearly all the remaining time. Each plan has one
+measurement: more steps replace fewer.
+
+The result of a trial changes the predictions of the plans that wait: they are sorted again, and plans that can no longer win are
+not tried. Running out of memory rules out every plan that needs as much. Rank 0's clock decides for all ranks.
 """
 
 import time
@@ -47,7 +49,7 @@ _DOUBT, _LITTLE_DOUBT = 0.6, 0.85
 
 @dataclass
 class SearchTime:
-    """The time that a search has, by this process's monotonic clock."""
+    """The time budget of a search, by this process's monotonic clock."""
 
     limit: float
     begin: float = field(default_factory=time.monotonic)
@@ -59,7 +61,7 @@ class SearchTime:
 
     @property
     def last_trial(self) -> float:
-        """When the last trial must end, so that the search does in time."""
+        """When the last trial must end, so that the search ends in time."""
         return self.deadline - min(_END, _END_SHARE * self.limit)
 
     def left(self) -> float:
@@ -67,13 +69,13 @@ class SearchTime:
         return self.last_trial - time.monotonic()
 
     def spent(self) -> float:
-        """Return the seconds gone."""
+        """Return the seconds spent."""
         return time.monotonic() - self.begin
 
 
 @dataclass
 class Measuring:
-    """One round of trials, with what it has learnt so far."""
+    """One round of trials, with the results so far."""
 
     space: SearchSpace
     device: torch.device
@@ -103,7 +105,7 @@ class Measuring:
     """Predicts the memory of a candidate that is about to be tried, if not all was known that its prediction reads."""
 
     def round(self, ranked: Sequence[Scored], most: int = MOST_PLANS) -> None:
-        """Try plans in their order until enough worked or the time is up."""
+        """Try plans in order until enough of them worked or the time is up."""
         waiting, late = list(ranked), []
         while waiting:
             item = waiting.pop(0)
@@ -137,7 +139,7 @@ class Measuring:
         return max(1.0, slower) * self.corrected(item).seconds < share * best.seconds
 
     def look_further(self, fitting: Sequence[Scored], is_valid: Callable[[Candidate], bool]) -> None:
-        """Try plans that were not among the promising ones, while there is one predicted to be much faster than all measured ones."""
+        """Try further plans as long as one is predicted to be much faster than all measured ones."""
         failed = {one.scored.candidate.kind for one in self.found if not one.is_usable}
         left = _MOST_FURTHER
         for item in fitting[:_LOOKED_AT]:
@@ -168,7 +170,7 @@ class Measuring:
                 return
 
     def missed(self) -> str | None:
-        """Return which plan might be better and was not tried, because the time limit is too short; None where there is none."""
+        """Return the plan that might be better and was not tried because the time limit is too short, or None."""
         best, unfinished = choose(self.found), [one.scored for one in self.found if one.result.outcome == "timeout"]
         late = [*map(self.corrected, unfinished), *(i for i in map(self.corrected, self.late) if not self._is_known(i))]
         item = min(late, key=lambda item: item.seconds, default=None)
@@ -222,7 +224,7 @@ class Measuring:
         return item.seconds * doubt * overestimate > best.seconds
 
     def refine(self) -> None:
-        """Give the fastest plans more steps, if there are several that close, and the time for it."""
+        """Run more steps of the fastest plans, if several are close and there is time."""
         self._prove_alone()
         best = choose(self.found)
         if best is None:
@@ -329,7 +331,7 @@ def _without_recording(candidate: Candidate) -> Candidate:
 
 
 def measuring_order(ranked: Sequence[Scored], plain: Scored | None, plain_first: bool = False) -> list[Scored]:
-    """Return what to try: the best that needs no compiler, the plain plan (or before it), the best of all, of each kind, and the rest."""
+    """Return what to try: the best without compilation, the plain plan (or before it), the best of all, of each kind, and the rest."""
     if not ranked:
         return [] if plain is None else [plain]
     kinds: dict[str, Scored] = {}

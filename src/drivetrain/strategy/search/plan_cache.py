@@ -1,9 +1,10 @@
-"""Found plans, kept in the user's cache folder: the second start of the same script need not search again.
+"""Found plans in the user's cache folder, so that the second start of the same script does not search again.
 
-A plan is found again where everything is equal that it depends on: the model and the code of its classes, the shape of the samples, the
-batch, loss and optimizer, the constraints, the machine, and the versions. It is used only if it fits into the memory that is free now.
-Files are plain JSON that only their owner can read; one that somebody else could have written, or that cannot be read, counts as none.
-`DRIVETRAIN_PLAN_CACHE=0` turns the cache off.
+A cached plan is used if everything that it depends on is equal: the model and the code of its classes, the shape of the samples,
+the batch, loss and optimizer, the constraints, the machine, and the versions. It must also fit into the memory that is free now.
+
+Files are plain JSON that only their owner can read. A file that another user could have written, or that cannot be read, is
+ignored. `DRIVETRAIN_PLAN_CACHE=0` turns the cache off.
 """
 
 import functools
@@ -58,7 +59,7 @@ class KeptPlan:
 def find_kept_plan(
     task: TrainingTask, device: torch.device, world: int, constraints: SearchConstraints
 ) -> Strategy | None:
-    """Return the plan of an earlier search, if it can be used now; every rank calls it and gets the same."""
+    """Return the plan of an earlier search if it can be used now. Every rank calls it and gets the same result."""
     if not _is_on(constraints):
         return None
     found = _read(_path(task, device, world, constraints)) if is_master() else None
@@ -80,7 +81,7 @@ def find_kept_plan(
 def keep_plan(
     plan: Strategy, task: TrainingTask, device: torch.device, world: int, constraints: SearchConstraints
 ) -> None:
-    """Write a plan for the next start; a folder that cannot be written to costs that one a search, and nothing else."""
+    """Save a plan for the next start. If the folder cannot be written, the next start searches again."""
     if not _is_on(constraints) or not is_master():
         return
     path = _path(task, device, world, constraints)
@@ -99,13 +100,13 @@ def keep_plan(
 
 
 def kept_plans() -> list[KeptPlan]:
-    """Return what the cache holds, newest first."""
+    """Return the cached plans, newest first."""
     read = map(_read, _files())
     return sorted((kept for kept in read if kept is not None), key=lambda kept: kept.made, reverse=True)
 
 
 def clear_plans() -> int:
-    """Remove all kept plans and return how many there were."""
+    """Remove all cached plans and return their number."""
     files = _files()
     for path in files:
         path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """From thousands of predictions to the few that are worth a simulation or a measurement.
 
-What does not fit is dropped, with its shortfall. Of the rest only the Pareto front counts: no other candidate is at once as fast, as
-roomy and as simple. What a trial showed rules out what must end in the same way.
+Candidates that do not fit are dropped, with their shortfall. Of the rest only the Pareto front counts: no other candidate is at
+once as fast, as small and as simple. The result of a trial rules out candidates that must fail in the same way.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +20,7 @@ _FAR_KIND, _FAR = 4.0, 2.0
 
 @dataclass(frozen=True)
 class Scored:
-    """A candidate and what it is predicted to cost."""
+    """A candidate and its predicted cost."""
 
     candidate: Candidate
     cost: Cost
@@ -32,26 +32,26 @@ class Scored:
 
     @property
     def peak(self) -> float:
-        """Predicted peak, with what a process needs in addition."""
+        """Predicted peak, including what a process needs in addition."""
         return self.cost.peak_bytes
 
     @property
     def methods(self) -> int:
-        """How many methods it takes."""
+        """The number of its methods."""
         return len(self.candidate.names())
 
     @property
     def label(self) -> str:
-        """It in a few words."""
+        """The candidate in a few words."""
         return label_of(self.candidate)
 
     def with_memory(self, memory: dict[str, float]) -> "Scored":
-        """Return it with a better prediction of its memory."""
+        """Return the candidate with a better prediction of its memory."""
         return replace(self, cost=Cost(memory, self.cost.time))
 
 
 def predict(candidate: Candidate, profile: ModelProfile, machine: MachineProfile) -> Scored:
-    """Return a candidate with its predicted cost; methods that state their effect by `estimate` have the last word."""
+    """Return a candidate with its predicted cost. Methods that define `estimate` change it last."""
     effects = candidate.effects
     cost = Cost(predict_memory(effects, profile, machine), predict_time(effects, profile, machine))
     for method, config in candidate.steps:
@@ -60,12 +60,12 @@ def predict(candidate: Candidate, profile: ModelProfile, machine: MachineProfile
 
 
 def order(scored: Iterable[Scored]) -> list[Scored]:
-    """Return candidates from the fastest on; among equals the simpler, then the smaller comes first."""
+    """Return candidates, fastest first. Among equals the simpler, then the smaller comes first."""
     return sorted(scored, key=lambda item: (item.seconds, item.methods, item.peak))
 
 
 def preferred(scored: Iterable[Scored]) -> list[Scored]:
-    """Return candidates in the order in which they are chosen without a trial: of those that tie with the fastest, the simplest first.
+    """Return candidates in the order of choice without a trial: of those that tie with the fastest, the simplest first.
 
     Methods that are simple make nothing less simple.
     """
@@ -83,7 +83,7 @@ def _simple(candidate: Candidate) -> int:
 
 
 def pareto_front(scored: Iterable[Scored]) -> list[Scored]:
-    """Return, from the fastest on, those that no other candidate equals or beats in time, memory and simplicity at once."""
+    """Return, fastest first, the candidates that no other one equals or beats in time, memory and simplicity at once."""
     front: list[Scored] = []
     for item in order(scored):
         if not any(other.peak <= item.peak and other.methods <= item.methods for other in front):
@@ -94,7 +94,7 @@ def pareto_front(scored: Iterable[Scored]) -> list[Scored]:
 def promising(
     scored: Sequence[Scored], count: int, is_valid: Callable[[Candidate], bool] = lambda candidate: True
 ) -> list[Scored]:
-    """Return the few to look at closely, from the fastest on: the best of each kind, then more of the front.
+    """Return the few candidates to examine, fastest first: the best of each kind, then more of the front.
 
     Two candidates are of one kind when the same kernels run. Closed forms know batch arithmetic, sharding and checkpoints well, and
     kernels badly, so a wrong constant must not hide a better kind. What is predicted to take much longer than the best is left out.
@@ -118,7 +118,7 @@ def promising(
 
 
 def are_alike(candidate: Candidate, other: Candidate) -> bool:
-    """Return whether two candidates differ in little things only, so that measuring both would teach nothing."""
+    """Return whether two candidates differ only in details, so that measuring both would show nothing new."""
     return _without_minor(candidate) == _without_minor(other)
 
 
@@ -127,7 +127,7 @@ def _without_minor(candidate: Candidate) -> Candidate:
 
 
 def nearest_misses(scored: Iterable[Scored], budget: float, count: int = 3) -> list[tuple[Scored, float]]:
-    """Return those that need the least memory, each with what is missing."""
+    """Return the candidates that need the least memory, each with the memory that is missing."""
     found = sorted(scored, key=lambda item: (item.peak, item.seconds))[:count]
     return [(item, item.peak - budget) for item in found if item.peak > budget]
 
@@ -164,7 +164,7 @@ def rejection(item: Scored, chosen: float, budget: float) -> str:
 def contrasting(
     scored: Sequence[Scored], chosen: Scored, budget: float, count: int, skip: Callable[[Scored], bool]
 ) -> list[Scored]:
-    """Return candidates that differ from the chosen one in kind: what a reader would ask about first."""
+    """Return candidates that differ in kind from the chosen one: those a reader would ask about first."""
     found: dict[tuple[str, frozenset[tuple[str, int]]], Scored] = {}
     own = chosen.candidate.kind, frozenset(chosen.candidate.amounts.items())
     for item in order(scored):
@@ -184,7 +184,7 @@ def _differences(candidate: Candidate, other: Candidate) -> int:
 
 
 def sensitivity(scored: Iterable[Scored], chosen: Scored, budget: float) -> str | None:
-    """Return what a little more memory would buy, or None where nothing is faster."""
+    """Return what a little more memory would gain, or None if nothing is faster."""
     faster = [item for item in scored if item.peak > budget and item.seconds < 0.98 * chosen.seconds]
     if not faster:
         return None

@@ -1,6 +1,7 @@
-"""The space of a search: all combinations of what each part of a candidate may be, at one global batch.
+"""The space of a search: all combinations of options at one global batch.
 
-Each method is asked for its options. A method that is not registered, is excluded, or rejects the device or the model is not enumerated.
+Each method lists its own options. A method that is not registered, is excluded, or rejects the device or the model is not
+enumerated.
 """
 
 import itertools
@@ -27,7 +28,7 @@ _MOST_CANDIDATES = 60_000
 
 
 class SearchScope:
-    """What methods may look at and ask when they list their options."""
+    """What methods may read when they list their options."""
 
     def __init__(self, problem: PlanningProblem, requests: Requests):
         self.problem, self.requests = problem, requests
@@ -48,7 +49,7 @@ class SearchScope:
 
     @property
     def device(self) -> torch.device:
-        """The device at hand."""
+        """The device of this machine."""
         return self.problem.device
 
     @property
@@ -63,12 +64,12 @@ class SearchScope:
 
     @property
     def is_here(self) -> bool:
-        """Whether plans are for the machine at hand."""
+        """Whether plans are for this machine."""
         return self.problem.constraints.spec is None
 
     @property
     def has_blocks(self) -> bool:
-        """Whether the model has blocks that repeat."""
+        """Whether the model has repeated blocks."""
         return any(unit.path for unit in self.profile.units)
 
     @property
@@ -77,7 +78,7 @@ class SearchScope:
         return budget_bytes(self.problem.constraints.memory_budget, self.machine.free)
 
     def local(self, method: Method) -> tuple[Any, ...]:
-        """Return the configurations that rank 0 offers for a method, see `Method.local_candidates`."""
+        """Return the configurations that rank 0 offers for a method; see `Method.local_candidates`."""
         return self.problem.local.get(method.name, ())
 
     # What was requested.
@@ -91,7 +92,7 @@ class SearchScope:
         return self.requests.must(name)
 
     def is_wanted(self, name: str) -> bool:
-        """Return whether a method is named by what must be included, alone or with others."""
+        """Return whether the methods to include name this method, alone or in a group."""
         return any(name in members for members in self.requests.wanted)
 
     def needs_dimension(self, dimension: str) -> bool:
@@ -100,7 +101,7 @@ class SearchScope:
         return any(members <= names for members in self.requests.wanted)
 
     def kept(self, name: str) -> list[Any]:
-        """Return the configuration that a method keeps, if there is one."""
+        """Return the fixed configuration of a method, if there is one."""
         return [self.requests.kept[name]] if name in self.requests.kept else []
 
     def base(self, name: str) -> list[Any]:
@@ -113,7 +114,7 @@ class SearchScope:
         return replace(found[0], **changes)
 
     def note(self, text: str) -> None:
-        """Add a remark to the plan that is found."""
+        """Add a remark to the resulting plan."""
         if text not in self.notes:
             self.notes.append(text)
 
@@ -141,7 +142,9 @@ class SearchScope:
     # The space.
 
     def dimensions(self) -> dict[str, list[Option]]:
-        """Return the options of each dimension, in the order of the registry; those of an axis depend on the mesh and are empty here."""
+        """Return the options of each dimension, in the order of the registry. Those of an axis depend on the mesh and are empty
+        here.
+        """
         members: dict[str, list[Method]] = {}
         for method in all_methods():
             if method.is_searched:
@@ -173,7 +176,7 @@ class SearchScope:
     def on_mesh(
         self, dimensions: Mapping[str, list[Option]], mesh: Mapping[str, int], micro: int, accumulation: int
     ) -> list[list[Option]]:
-        """Return the options of each dimension on a mesh: what shards along an axis is used where the mesh has it, and only there."""
+        """Return the options of each dimension on a mesh. Methods that shard along an axis are used exactly where the mesh has it."""
         found = dict(dimensions)
         for name, options in dimensions.items():
             if any(map(shards_axis, options)):
@@ -185,7 +188,7 @@ class SearchScope:
         return list(found.values())
 
     def meshes(self, dimensions: Mapping[str, list[Option]]) -> Iterator[dict[str, int]]:
-        """Yield sizes of axes whose product is the world."""
+        """Yield sizes of axes whose product is the number of processes."""
         has_shards = any(shards_axis(option) for options in dimensions.values() for option in options)
         has_whole = all(any(not shards_axis(option) for option in options) for options in dimensions.values())
         for inner in self._inner_meshes():
@@ -235,7 +238,7 @@ class SearchScope:
 
 
 def shards_axis(option: Option) -> str | None:
-    """Return the axis along which an option shards what data ranks share, or None."""
+    """Return the axis along which an option shards the state of data ranks, or None."""
     return next((method.shards_axis for method, _ in steps_of(option) if method.shards_axis is not None), None)
 
 
@@ -269,7 +272,7 @@ class SearchSpace:
 
 
 def build_space(problem: PlanningProblem) -> SearchSpace:
-    """Return all candidates for a problem, or raise why there is none."""
+    """Return all candidates for a problem, or raise why there are none."""
     constraints = problem.constraints
     requests = Requests(problem)
     scope = SearchScope(problem, requests)
@@ -283,7 +286,7 @@ def build_space(problem: PlanningProblem) -> SearchSpace:
     elif plain is not None and plain not in found and requests.allows(plain) and not requests.keeps_searched:
         found.append(plain)
     if not found:
-        _refuse(problem, requests)
+        _raise_unsatisfied(problem, requests)
     return SearchSpace(
         candidates=tuple(dict.fromkeys(found)),
         plain=found[0] if constraints.start is not None else plain,
@@ -327,7 +330,7 @@ def _with(candidate: Candidate, option: Option, device: torch.device) -> Candida
 
 
 def candidate_of(plan: Strategy, problem: PlanningProblem) -> Candidate:
-    """Return the candidate whose cost is the plan's; it keeps the plan as it was written."""
+    """Return the candidate with the plan's cost. It keeps the plan as it was written."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is dropped is reported when the plan is applied
         resolved = resolve_plan(plan, model=problem.model, device=problem.device, world=problem.world)
@@ -370,7 +373,7 @@ def _plain(problem: PlanningProblem) -> Candidate | None:
     return Candidate(data=problem.world, micro=batch // problem.world)
 
 
-def _refuse(problem: PlanningProblem, requests: Requests) -> NoReturn:
+def _raise_unsatisfied(problem: PlanningProblem, requests: Requests) -> NoReturn:
     """Raise why there is no candidate at all."""
     plan_batch(problem.global_batch, problem.world, allow_rounding=problem.constraints.allow_batch_rounding)
     missing = [" or ".join(sorted(members)) for members in requests.wanted]

@@ -1,4 +1,4 @@
-"""Plans tried in processes of their own, which cannot hurt the run."""
+"""Trials of plans in separate processes, which cannot affect the run."""
 
 from drivetrain.core.lazy import lazy_exports
 
@@ -7,6 +7,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         ".running": ["TrialPool", "run_trial"],
         ".report": ["TrialResult", "Yardstick"],
-        ".process": ["refuse_inside_trial"],
+        ".process": ["reject_inside_trial"],
     },
 )

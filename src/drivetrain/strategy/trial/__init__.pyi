@@ -3,12 +3,12 @@ from drivetrain.strategy.trial.running import TrialPool as TrialPool
 from drivetrain.strategy.trial.running import run_trial as run_trial
 from drivetrain.strategy.trial.report import TrialResult as TrialResult
 from drivetrain.strategy.trial.report import Yardstick as Yardstick
-from drivetrain.strategy.trial.process import refuse_inside_trial as refuse_inside_trial
+from drivetrain.strategy.trial.process import reject_inside_trial as reject_inside_trial
 
 __all__ = [
     "TrialPool",
     "run_trial",
     "TrialResult",
     "Yardstick",
-    "refuse_inside_trial",
+    "reject_inside_trial",
 ]

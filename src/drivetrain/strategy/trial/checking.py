@@ -1,10 +1,13 @@
-"""Right before fast: the loss of a few samples, and what each parameter gets from it, before a plan is applied and after.
+"""Check that a plan computes the same: the loss of a few samples, and the gradient and update of each parameter, with and without
+the plan.
 
-A plan may round differently, as far as its methods say; it may not compute something else. Ranks and micro-batches get different samples,
-split as the plan splits them, and the plain model gets all of them at once. The same comparison serves trials and the dry run of a plan.
+A plan may round differently, as far as its methods allow, but must not compute something else. Ranks and micro-batches get
+different samples, split as the plan splits them, and the plain model gets all of them at once. Trials and the dry run of a plan
+use the same comparison.
 
-Models are compared in evaluation mode. One that cannot do this (cuDNN computes no gradients of recurrent layers then, detectors return no
-losses) is compared in training mode, without dropout and with the kept statistics of batches. Both sides begin with the same seed.
+Models are compared in evaluation mode. A model that does not support this (cuDNN computes no gradients of recurrent layers then,
+detectors return no losses) is compared in training mode, without dropout and with the running statistics of batch norms. Both
+sides start with the same seed.
 """
 
 import math
@@ -61,7 +64,7 @@ _PARTS = 8.0
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Which samples a plan is checked on, and how its passes divide them."""
+    """The samples that a plan is checked on, and how its passes divide them."""
 
     samples: int
     """Different samples, all of which the plain model gets at once."""
@@ -71,12 +74,12 @@ class Share:
     """Passes over all data ranks in one update."""
 
     def rows_of(self, part: int) -> list[int]:
-        """Return the samples of one of the passes; where there are more passes than samples, they go round."""
+        """Return the samples of one pass. With more passes than samples they repeat."""
         return [(part * self.rows + index) % self.samples for index in range(self.rows)]
 
 
 def share_of_plan(plan: ResolvedPlan, batch: BatchSplit | None) -> Share:
-    """Return how a check divides its samples: as training does, with fewer in each pass."""
+    """Return how a check divides its samples: as in training, with fewer in each pass."""
     pieces = math.lcm(*(method.sample_multiple(config, plan.site) for _, method, config in plan.steps))
     accumulation = 1 if batch is None else batch.accumulation
     parts = plan.data_ranks * accumulation
@@ -90,7 +93,7 @@ def share_of_plan(plan: ResolvedPlan, batch: BatchSplit | None) -> Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one step of a plan showed."""
+    """The results of one step of a plan."""
 
     loss: float
     norm: float
@@ -102,12 +105,12 @@ class Measured:
 
 
 def first_loss(loss: Any) -> Tensor:
-    """Return the loss of a loss function's result, which may be a sequence that begins with it."""
+    """Return the loss from the result of a loss function, which may be a sequence that begins with it."""
     return loss[0] if isinstance(loss, list | tuple) else loss
 
 
 def plain_number(value: Tensor) -> float:
-    """Return a scalar as a number, also where it is spread over ranks; the host waits for the device here."""
+    """Return a scalar as a number, also if it is sharded. This synchronizes the host."""
     value = value.detach()
     return float(value.full_tensor() if is_dtensor(value) else value)  # type: ignore[attr-defined]
 
@@ -126,7 +129,7 @@ def take_rows(batch: Batch, count: int, rows: list[int]) -> Any:
 
 @contextmanager
 def comparing(model: nn.Module, *, quiet: bool = False) -> Iterator[None]:
-    """Have a model in evaluation mode, or with `quiet` in training mode without dropout; modes and random states are restored."""
+    """Put a model into evaluation mode or, with `quiet`, into training mode without dropout. Modes and random states are restored."""
     changed: list[tuple[nn.Module, str, float]] = [(module, "training", module.training) for module in model.modules()]
     random_state = capture_rng()
     model.train(quiet)
@@ -154,7 +157,9 @@ def comparing(model: nn.Module, *, quiet: bool = False) -> Iterator[None]:
 def plain_yardstick(
     model: nn.Module, task: TrainingTask, device: torch.device, samples: int, *, steady: bool = False
 ) -> Yardstick:
-    """Return what a step should give, from the plain model on its device; it is as before afterwards, without gradients."""
+    """Return the expected results of a step from the plain model on its device. The model is unchanged afterwards, without
+    gradients.
+    """
     try:
         with comparing(model):
             return _yardstick(model, task, device, samples, steady=steady)
@@ -272,7 +277,8 @@ def planned_step(
     quiet: bool = False,
     repeats: int = 1,
 ) -> Measured:
-    """Make one update of a planned model from `batch`, the samples of a `Share`, and return what each parameter got.
+    """Run one update of a planned model on `batch`, the samples of a `Share`, and return the gradients and updates of each
+    parameter.
 
     A pipeline runs forward and backward in one call, in training mode only: there its shell trains while the layers evaluate. `quiet` is
     how the plain model was compared, see `comparing`. `repeats` takes the samples of a pass several times, so that it has the shape of
@@ -338,12 +344,12 @@ def _next(ctx: Application) -> None:
 
 
 def level_of(plan: ResolvedPlan) -> str:
-    """Return how far the loosest method of a plan may change results."""
+    """Return how far the least exact method of a plan may change results."""
     return max((method.numerics for _, method, _ in plan.steps), key=LEVELS.index, default="exact")
 
 
 def verdict(found: Measured, expected: Yardstick, plan: ResolvedPlan) -> tuple[OutcomeKind, str]:
-    """Return whether a plan's loss, and what each parameter gets, are what they should be, and with which numbers."""
+    """Return whether a plan's loss and the gradients and updates of each parameter are as expected, with the numbers."""
     loss, norm = found.loss, found.norm
     numbers = (
         f"loss {loss:.6g}, {expected.source} {expected.loss:.6g}; gradient norm {norm:.4g}, {expected.source} "
@@ -400,7 +406,7 @@ def _verdict_on_others(found: Measured, numbers: str, changing: list[str]) -> tu
 
 
 def train_window(ctx: Application, batch: Batch, call: Callable[..., Any]) -> Tensor:
-    """Make one update as a hand-written loop does, from as many micro-batches as the plan has; return the last loss."""
+    """Run one update as a hand-written loop does, over the plan's micro-batches, and return the last loss."""
     for _ in range(ctx.stepping.window.length):
         inputs = ctx.prepared(batch)
         loss = first_loss(ctx.stepping.loss(inputs, call(ctx.model, inputs)))
@@ -412,5 +418,5 @@ def train_window(ctx: Application, batch: Batch, call: Callable[..., Any]) -> Te
 
 
 def as_values(yardstick: Yardstick) -> Mapping[str, Any]:
-    """Return a yardstick as JSON holds it."""
+    """Return a yardstick as JSON values."""
     return {**vars(yardstick), "each": vars(yardstick.each)}

@@ -1,7 +1,7 @@
-"""One trial in one process: build the model, compare it with the plain one, train a few steps, and tell each thing as it happens.
+"""One trial in one process: build the model, compare it with the plain one, train a few steps, and report each event as it happens.
 
-It reports in lines (`tell(event, ...)`), because the process may end at any moment, and everything reported until then counts. A
-trial fails by an exception; which outcome that is, `failure_of` decides.
+It reports line by line (`tell(event, ...)`), because the process may end at any moment, and everything reported before then
+counts. A trial fails with an exception; `failure_of` maps it to an outcome.
 """
 
 import gc
@@ -47,7 +47,7 @@ Tell = Callable[..., None]
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What a process is to try."""
+    """What a trial process has to try."""
 
     plan: Strategy
     methods: tuple[Method, ...] = ()
@@ -61,7 +61,7 @@ class Order:
 
 
 class TrialFailed(Exception):
-    """A trial came to an end that is no error of the program: a wrong or a non-finite number."""
+    """A trial ended without a program error: with a wrong or a non-finite number."""
 
     def __init__(self, kind: OutcomeKind, message: str):
         super().__init__(message)
@@ -69,7 +69,7 @@ class TrialFailed(Exception):
 
 
 def failure_of(error: BaseException) -> tuple[OutcomeKind, str]:
-    """Return the outcome that an exception means, and its message."""
+    """Return the outcome and the message for an exception."""
     if isinstance(error, TrialFailed):
         return error.kind, str(error)
     first = (str(error).splitlines() or [""])[0]
@@ -87,7 +87,7 @@ def _says_no_memory(error: BaseException) -> bool:
 
 
 def measure(order: Order, task: TrainingTask, device: torch.device, tell: Tell, *, may_reset: bool) -> None:
-    """Try a plan in this process; `may_reset` says that the compiler's caches in memory are this trial's own."""
+    """Try a plan in this process. `may_reset` allows the trial to clear the compiler's in-memory caches."""
     _TimedTrial(order, task, device, tell, may_reset).run()
 
 

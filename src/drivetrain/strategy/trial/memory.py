@@ -1,8 +1,9 @@
-"""How much memory a trial takes, and whether the system ended its process because memory ran out.
+"""How much memory a trial uses, and whether the system killed its process because memory ran out.
 
-The device's allocator says how much; on the CPU it is how far the process grew. The system ends processes by SIGKILL, which others may
-send too. Linux counts such kills by control group, and there the count is this process's own. Where no group can be read there is one
-count for the whole machine, which also rises when another process is ended; then only a process that held much of the memory counts.
+On a device the allocator reports it; on the CPU it is the growth of the process. The system kills processes with SIGKILL, which
+others may send too. Linux counts such kills by control group, where the count belongs to this process. If no group can be read,
+there is one count for the whole machine, which also rises when another process is killed; then only a process that held much of
+the memory counts.
 """
 
 import sys
@@ -39,11 +40,11 @@ class MemoryMeter:
         return resident_bytes("VmRSS")
 
     def growth(self) -> int:
-        """Return how much more is in use than at the beginning."""
+        """Return the growth since the beginning."""
         return self.held() - self._base
 
     def reset(self) -> None:
-        """Forget the peak so far."""
+        """Reset the peak."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
@@ -53,7 +54,7 @@ class MemoryMeter:
             return
 
     def peak(self) -> tuple[int, int | None]:
-        """Return the peak, and what the allocator held for it; on the CPU the growth of the process, and None."""
+        """Return the peak and the memory reserved by the allocator. On the CPU return the growth of the process and None."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
         return max(0, resident_bytes("VmHWM") - self._base), None
@@ -78,14 +79,14 @@ LARGE_SHARE = 0.1
 
 
 class MemoryKills:
-    """The count of kills from now on."""
+    """The number of kills from now on."""
 
     def __init__(self) -> None:
         self._before = _group_kills()
         self._machine_before = _field(_MACHINE, "oom_kill") or 0
 
     def explain(self, resident: int) -> bool:
-        """Return whether a process that was ended by SIGKILL, and held so many bytes, was ended because memory ran out."""
+        """Return whether a process that ended with SIGKILL and held this many bytes was killed because memory ran out."""
         if self._before is not None:
             return (_group_kills() or 0) > self._before
         total = (_field(_MEMORY, "MemTotal:") or 0) * 1024
@@ -125,7 +126,7 @@ def _field(path: Path, name: str) -> int | None:
 
 
 def resident_bytes_of(pid: int) -> int:
-    """Return the memory that another process holds, 0 where the system does not say."""
+    """Return the memory of another process, 0 if the system does not report it."""
     return (_field(Path(f"/proc/{pid}/status"), "VmRSS:") or 0) * 1024
 
 
@@ -134,7 +135,7 @@ SURPRISE = 0.15
 
 
 def watch_memory(app: "Application", plan: "Strategy") -> None:
-    """After the second update, compare the real peak with the prediction, once, and warn where it is far above."""
+    """After the second update, compare the real peak with the prediction once, and warn if it is far above."""
     memory = (plan.predicted or {}).get("memory")
     inner = getattr(app.optimizer, "inner", None)
     if memory is None or app.device.type != "cuda" or not isinstance(inner, torch.optim.Optimizer):

@@ -1,8 +1,9 @@
-"""What each parameter gets from a step: its gradient and its movement, in a form small enough to keep and to send.
+"""The gradient and the update of each parameter in a step, in a form that is small enough to keep and send.
 
-A global norm hides a lost embedding or a frozen layer, so a plan is compared with the plain model parameter by parameter. Whole gradients
-would need the memory of the model once more; a sketch of 64 signed sums keeps the norm of a difference to about a tenth (the count sketch
-of Charikar et al., 2002). Sketches are linear, so the norm of the difference of two sketches estimates that of the two gradients.
+A global norm hides a lost embedding or a frozen layer, so a plan is compared with the plain model parameter by parameter. Full
+gradients would need the memory of the model again. A sketch of 64 signed sums gives the norm of a difference to about a tenth
+(the count sketch of Charikar et al., 2002). Sketches are linear, so the norm of the difference of two sketches estimates that of
+the two gradients.
 """
 
 import base64
@@ -32,7 +33,7 @@ _ZERO = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class PerParameter:
-    """Sketches by parameter name. All of it is plain data."""
+    """Sketches by parameter name, as plain data."""
 
     gradients: dict[str, str] = field(default_factory=dict)
     movements: dict[str, str] = field(default_factory=dict)
@@ -46,7 +47,7 @@ class PerParameter:
 
 
 def sketch(tensor: Tensor) -> str:
-    """Return the norm of a tensor and signed sums of its elements; a tensor that is spread over ranks is gathered first."""
+    """Return the norm of a tensor and signed sums of its elements. A sharded tensor is gathered first."""
     tensor = tensor.detach()
     whole = tensor.full_tensor() if is_dtensor(tensor) else tensor.to_dense()  # type: ignore[attr-defined]
     flat = (torch.view_as_real(whole) if whole.is_complex() else whole).reshape(-1)
@@ -80,7 +81,7 @@ def norm_of(sketches: Mapping[str, str]) -> float:
 
 
 def gradients_of(model: nn.Module, optimizer: object = None) -> dict[str, str]:
-    """Return sketches of the gradients that are in a model's parameters, or in the copies that an optimizer trains instead."""
+    """Return sketches of the gradients of a model's parameters, or of the copies that an optimizer trains instead."""
     copies = _copies(optimizer)
     found = {}
     for name, parameter in named_clean_parameters(model):
@@ -97,7 +98,7 @@ def _copies(optimizer: object) -> dict[int, Tensor]:
 
 @contextmanager
 def watch_movements(model: nn.Module, optimizer: object = None) -> Iterator[dict[str, str]]:
-    """Yield a dict that holds, afterwards, sketches of how far each trained parameter has moved."""
+    """Yield a dict that afterwards holds sketches of the update of each trained parameter."""
     copies = _copies(optimizer)
     held = {name: copies.get(id(p), p) for name, p in named_clean_parameters(model) if p.requires_grad}
     before = {name: tensor.detach().clone() for name, tensor in held.items()}
@@ -108,7 +109,7 @@ def watch_movements(model: nn.Module, optimizer: object = None) -> Iterator[dict
 
 
 def plain_numbers(model: nn.Module, recipe: OptimizerRecipe | None) -> PerParameter:
-    """Return what the parameters of a plain model got, whose gradients have been computed; parameters are as before afterwards."""
+    """Return gradients and updates of a plain model whose gradients have been computed. Its parameters are unchanged afterwards."""
     gradients = gradients_of(model)
     if recipe is None:
         return PerParameter(gradients=gradients)
@@ -147,14 +148,14 @@ def plain_numbers(model: nn.Module, recipe: OptimizerRecipe | None) -> PerParame
 
 
 def rounding_of(exact: Mapping[str, str], rounded: Mapping[str, str]) -> dict[str, float]:
-    """Return by how much rounded gradients differ from exact ones, relatively; what is hardly anything counts as for a comparison."""
+    """Return the relative difference between rounded and exact gradients. Tiny values count as in a comparison."""
     floor = _FLOOR["mixed"] * max((float(_numbers(text)[0]) for text in exact.values()), default=0.0)
     found = {name: _difference(text, rounded[name], floor) for name, text in exact.items() if name in rounded}
     return {name: error for name, error in found.items() if error > _NOISE["mixed"]}
 
 
 def split_error_of(whole: Mapping[str, str], joined: Mapping[str, str]) -> dict[str, float]:
-    """Return by how much gradients of halves, joined, differ from those of the whole batch, relatively."""
+    """Return the relative difference between the joined gradients of two halves and those of the whole batch."""
     floor = _FLOOR["exact"] * max((float(_numbers(text)[0]) for text in whole.values()), default=0.0)
     found = {name: _difference(text, joined[name], floor) for name, text in whole.items() if name in joined}
     return {name: error for name, error in found.items() if error > 1e-5}
@@ -169,7 +170,7 @@ def _difference(expected: str, other: str, floor: float = 0.0) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A parameter that did not get what it should."""
+    """A parameter whose gradient or update differs."""
 
     name: str
     what: str
@@ -180,7 +181,7 @@ class Finding:
 
     @property
     def is_movement(self) -> bool:
-        """Whether the optimizer's step differs, not the gradient."""
+        """Whether the optimizer's update differs, and not the gradient."""
         return "movement" in self.what
 
     def __str__(self) -> str:
@@ -188,7 +189,7 @@ class Finding:
 
 
 def compare(expected: PerParameter, found: PerParameter, level: str, tolerance: float) -> list[Finding]:
-    """Return the parameters whose gradient or movement is not the plain one: gradients first, and of each the worst."""
+    """Return the parameters whose gradient or update differs from the plain model's: gradients first, the largest difference first."""
     rounding = expected.rounding if level in ("mixed", "low") else {}
     usual = {name: min(_MOST, 2 * error) for name, error in rounding.items()}
     findings = _worst_first(_compared("gradient", expected.gradients, found.gradients, level, tolerance, usual))

@@ -49,7 +49,7 @@ NO_GUARD_STATUS = 97
 
 @dataclass(frozen=True, kw_only=True)
 class ChildSettings:
-    """Where a trial's process runs."""
+    """Where a trial process runs."""
 
     device: str
     settings: ProcessSettings
@@ -61,7 +61,7 @@ class ChildSettings:
 
 
 class TrialProcess:
-    """One process that tries plans; it is forked where a task is given, and begins with that."""
+    """One process that tries plans. With a task it is forked and starts with that task."""
 
     def __init__(self, place: ChildSettings, task: TrainingTask | None = None):
         context: Any = multiprocessing.get_context("spawn" if task is None else "fork")
@@ -92,16 +92,16 @@ class TrialProcess:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it lives, holds the task and can be given a plan."""
+        """Whether it runs, holds the task and can take a plan."""
         return self.is_received and self._process.is_alive()
 
     def send(self, message: bytes) -> None:
-        """Send a pickled object; a process that is gone shows itself when it is heard next."""
+        """Send a pickled object. A process that has ended is detected at the next read."""
         with suppress(BrokenPipeError, ConnectionResetError):
             self._pipe.send_bytes(message)
 
     def hear(self, report: Report, seconds: float) -> None:
-        """Take the lines that come within some seconds into a report; return after the first ones, or the process's end."""
+        """Read the lines that arrive within some seconds into a report. Return after the first ones, or when the process ends."""
         ready = wait([self._pipe, self._process.sentinel], seconds)
         self._resident = max(self._resident, resident_bytes_of(self.pid))
         try:
@@ -144,7 +144,7 @@ class TrialProcess:
         report.fail("error", f"the process ended {how} in phase {report.phase!r}")
 
     def end(self) -> None:
-        """End the process and everything it started, at once."""
+        """End the process and everything it started immediately."""
         self._pipe.close()
         with suppress(ProcessLookupError, PermissionError):
             if self._process.is_alive() and os.getpgid(self.pid) != self.pid:
@@ -164,8 +164,8 @@ def is_trial_process() -> bool:
     return MARK in os.environ
 
 
-def refuse_inside_trial(what: str) -> None:
-    """Raise in a trial's process: what starts trials, or trains, was called by a script's top level.
+def reject_inside_trial(what: str) -> None:
+    """Raise in a trial process: the script's top level called something that trains or starts trials.
 
     While that top level runs for the first time, the process ends instead: its parent has the better words.
     """
@@ -196,7 +196,7 @@ LEFT_ON_HOST = 512 << 20
 
 
 def serve(pipe: Connection, place: ChildSettings, task: TrainingTask | None = None) -> None:
-    """Be a trial's process; a forked one has its task already."""
+    """Run as a trial process. A forked one already has its task."""
     os.setsid()  # a group of its own: its parent can end it with everything it started, and the keyboard does not reach it
     end_with_parent()
 

@@ -1,6 +1,6 @@
-"""What a trial of a plan showed: each rank's report as its process sends it, and the result that all of them come to.
+"""The result of a trial: each rank's report as its process sends it, and the combined result of all ranks.
 
-Results are values that JSON can hold.
+Results are values that JSON can store.
 """
 
 import statistics
@@ -19,7 +19,7 @@ OutcomeKind = Literal["ok", "oom", "timeout", "error", "nonfinite", "wrong"]
 
 @dataclass(frozen=True, kw_only=True)
 class Yardstick:
-    """What the loss of a few samples, and each parameter's part of it, ought to be."""
+    """The expected loss of a few samples, and the expected gradient and update of each parameter."""
 
     loss: float
     gradient_norm: float
@@ -80,7 +80,7 @@ ReportState = Literal["running", "over", "cut", "failed", "echo"]
 
 @dataclass(kw_only=True)
 class Report:
-    """The lines of one process, folded together as they come. All of it is plain data."""
+    """The combined lines of one process. All of it is plain data."""
 
     began: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
@@ -106,7 +106,7 @@ class Report:
     startup: float = 0.0
 
     def take(self, line: dict[str, Any]) -> None:
-        """Take one line."""
+        """Add one line."""
         now = self.heard = time.monotonic()
         event = line["event"]
         if event == "phase":
@@ -134,7 +134,7 @@ class Report:
             self.kind, self.message, self.error_class = kind, message, error_class
 
     def check_time(self, deadline: float, patience: float, compile_limit: float) -> None:
-        """Fail a process that has been silent for too long, and cut one that the deadline has reached."""
+        """Fail a process that has been silent for too long, and end one that reached its deadline."""
         now = time.monotonic()
         if self.state != "running":
             return
@@ -151,12 +151,12 @@ class Report:
 
 
 def yardstick_of(values: dict[str, Any]) -> Yardstick:
-    """Return the yardstick that a line of JSON holds."""
+    """Return the yardstick from a line of JSON."""
     return Yardstick(**{**values, "each": PerParameter(**values["each"])})
 
 
 def merge(reports: Sequence[Report], wanted: int, device_type: str) -> TrialResult:
-    """Return what the reports of all ranks come to; the same reports give the same result everywhere."""
+    """Return the combined result of all ranks. The same reports give the same result on every rank."""
     first = reports[0]
     common: dict[str, Any] = {
         "loss": first.loss,

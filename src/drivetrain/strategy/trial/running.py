@@ -1,11 +1,11 @@
-"""Try plans in processes of their own, one for each rank, and bring all ranks to the same result.
+"""Try plans in separate processes, one for each rank, and give all ranks the same result.
 
-The caller's processes start them, listen, and agree over their own control group; they run no plan and touch no device. A process
-that fails, hangs or dies is ended on all ranks, and the next trial gets a new one. A process that came through cleanly takes the next plan:
-starting one costs seconds.
+The caller's processes start them, read from them, and agree over their own control group. They run no plan and initialize no
+device. A process that fails, hangs or dies is ended on all ranks, and the next trial gets a new one. A process that succeeded
+takes the next plan, because starting one costs seconds.
 
-Local classes, lambdas and what a notebook defines cannot be sent to a new process. On the CPU a forked one has them; on other devices such
-a task is tried on the spot, if its predicted memory is there.
+Local classes, lambdas and functions of a notebook cannot be sent to a new process. On the CPU a forked process has them. On other
+devices such a task is tried in the caller's process, if its predicted memory is available.
 """
 
 import pickle
@@ -33,7 +33,7 @@ from drivetrain.strategy.registry import find_method
 from drivetrain.strategy.snapshot import ProcessSettings
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.measuring import Order, failure_of, measure, tidy
-from drivetrain.strategy.trial.process import ChildSettings, TrialProcess, refuse_inside_trial
+from drivetrain.strategy.trial.process import ChildSettings, TrialProcess, reject_inside_trial
 from drivetrain.strategy.trial.report import PLAIN, Report, TrialResult, Yardstick, cause_of, merge
 from drivetrain.strategy.value import Strategy
 
@@ -63,7 +63,7 @@ def run_trial(
     memory_share: float | None = None,
     patience: float = SILENCE_SECONDS,
 ) -> TrialResult:
-    """Try one plan; every rank calls it with the same arguments and gets the same result.
+    """Try one plan. Every rank calls it with the same arguments and gets the same result.
 
     `deadline` is a time of `time.monotonic()`; `predicted` the expected seconds of a step; `memory_share` the predicted part of the memory
     budget, without which a task that cannot be sent to another process is not tried. For several plans use `TrialPool`.
@@ -75,13 +75,13 @@ def run_trial(
 
 
 class TrialPool:
-    """Tries one plan after another on one task; a context manager that leaves no process behind.
+    """Tries one plan after another on one task. As a context manager it ends all its processes.
 
     All methods are collective, except `start` and `close`.
     """
 
     def __init__(self, task: TrainingTask, *, device: torch.device, patience: float = SILENCE_SECONDS):
-        refuse_inside_trial("a trial of a plan")
+        reject_inside_trial("a trial of a plan")
         if task.loss_func is None or task.samples is None:
             raise ConfigError("a trial needs the task's loss_func and samples.")
         self.task, self.device, self.patience = task, device, patience
@@ -110,18 +110,18 @@ class TrialPool:
 
     @property
     def pid(self) -> int | None:
-        """The id of this rank's process, None where there is none now."""
+        """The id of this rank's process, None if there is none now."""
         return None if self._process is None else self._process.pid
 
     # The process of this rank.
 
     def start(self) -> None:
-        """Start this rank's process without waiting for it, where that needs no agreement: on one process."""
+        """Start this rank's process without waiting for it, if there is only one rank."""
         if self._process is None and self._obstacle is None and not is_distributed():
             self._start()
 
     def obstacle(self, deadline: float | None = None) -> str | None:
-        """Return why the task cannot be tried in another process, None when processes on all ranks have taken it.
+        """Return why the task cannot be tried in another process, None if the processes of all ranks have accepted it.
 
         Raises `NoProcess` where it is for another reason that there is none: a start that took too long, a group that failed.
         """
@@ -321,17 +321,17 @@ class TrialPool:
             self._yardsticks[found.samples] = found
 
     def _run_here(self, order: Order, deadline: float, obstacle: str, memory_share: float | None) -> TrialResult:
-        """Try a plan in this process, where that is safe enough; else say why it was not tried."""
-        refusal = None
+        """Try a plan in this process, if that is safe enough; otherwise return why it was not tried."""
+        reason = None
         if get_num_processes() > 1:
-            refusal = "with several processes a plan is never tried in the caller's own"
+            reason = "with several processes a plan is never tried in the process of the caller"
         elif memory_share is None or memory_share >= IN_PROCESS_SHARE.get(self.device.type, 1.0):
-            share = "of an unknown share" if memory_share is None else f"of {memory_share:.0%}"
-            refusal = f"a plan {share} of the memory budget is not tried in the caller's own process"
-        if refusal is not None:
+            share = "an unknown share" if memory_share is None else f"{memory_share:.0%}"
+            reason = f"a plan that needs {share} of the memory budget is not tried in the process of the caller"
+        if reason is not None:
             return TrialResult(
                 outcome="error",
-                message=f"not tried: {obstacle} Also, {refusal}. Pass model_fn, and define the model and functions in a module.",
+                message=f"not tried: {obstacle} Also, {reason}. Pass model_fn, and define the model and functions in a module.",
                 error_class="Unsendable",
             )
         report, settings, random_state = Report(), ProcessSettings.capture(), capture_rng()
@@ -354,7 +354,7 @@ class TrialPool:
             tidy(self.device)
             restore_rng(random_state)
         result = merge([report], order.steps, self.device.type)
-        note = f"tried in the caller's own process: {obstacle}"
+        note = f"tried in the process of the caller: {obstacle}"
         return replace(result, is_in_process=True, notes=(*result.notes, note))
 
 
@@ -363,7 +363,7 @@ class _DeadlineReached(Exception):
 
 
 class NoProcess(Exception):
-    """No process could be had this time; `result` says why."""
+    """No process could be started this time. `result` has the reason."""
 
     def __init__(self, result: TrialResult):
         super().__init__(f"{result.outcome}: {result.message}")
