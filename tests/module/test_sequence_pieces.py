@@ -167,7 +167,7 @@ class Odd(nn.Module):
         ("after", "no norm comes before"),
         ("scale", "scale is used on pieces outside a norm"),
         ("mean", "does not treat positions one by one|mixes positions"),
-        ("normed", "norm1 is added to the stream"),
+        ("normed", "norm1 is added to the residual stream"),
         ("length", "depends on the length it sees"),
     ],
 )
