@@ -93,6 +93,18 @@ def test_a_damaged_newest_checkpoint_is_passed_over(unbroken, tmp_path):
     assert all(map(torch.equal, weights(trainer.model), unbroken[0]))
 
 
+@pytest.mark.parametrize("schedule", [SETTINGS["create_scheduler_fn"], None], ids=["schedule", "constant"])
+def test_settings_that_the_checkpoint_replaces_are_named(schedule, tmp_path, capsys):
+    run(build(), tmp_path, num_epochs=1, create_scheduler_fn=schedule)
+    run(build(), tmp_path, num_epochs=2, create_scheduler_fn=schedule, resume_from="auto")
+    assert "continues with" not in capsys.readouterr().out
+    edited = build()
+    edited.optimizer.param_groups[0].update(lr=0.5, weight_decay=0.25)
+    run(edited, tmp_path, create_scheduler_fn=schedule, resume_from="auto")
+    expected = "with lr=0.01, weight_decay=0.01 from the checkpoint, not with the given lr=0.5, weight_decay=0.25"
+    assert f"Parameter group 0 continues {expected}" in capsys.readouterr().out
+
+
 def test_resume_after_epoch_two_of_three_trains_one_more_epoch(unbroken, tmp_path):
     def saving():
         return [SaveTrainingStateCallback(save_dir=tmp_path / "states", save_every_n_epochs=1)]

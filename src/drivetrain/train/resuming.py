@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -218,6 +218,7 @@ def _add_required_algorithms(trainer: "Trainer", saved: StateDict) -> None:
 
 def _load(trainer: "Trainer", checkpoints: CheckpointSchedule, source: AnyPath) -> None:
     run, state = trainer.run, trainer.state
+    given = _settings_of(() if run.units is not None else state.optimizers)  # units set their own rates
     if source in ("auto", "latest"):
         if checkpoints.checkpointer is None:
             raise ConfigError(
@@ -241,6 +242,28 @@ def _load(trainer: "Trainer", checkpoints: CheckpointSchedule, source: AnyPath) 
     trainer.print(
         f"Resumed {checkpoints.last}: epoch {clock.epoch + 1}, batch {clock.batch_in_epoch}, {clock.step} updates done."
     )
+    _report_replaced(trainer, given)
+
+
+def _settings_of(optimizers: Iterable[Optimizer]) -> list[dict[str, float]]:
+    """Return what an edited program may have changed in each parameter group: the rate that a schedule starts from, and the decay."""
+    return [
+        {"lr": float(group.get("initial_lr", group["lr"])), "weight_decay": float(group.get("weight_decay", 0.0))}
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]
+
+
+def _report_replaced(trainer: "Trainer", given: list[dict[str, float]]) -> None:
+    """Report settings of the program that the checkpoint's replaced: they are a part of the optimizer's state."""
+    for index, (old, new) in enumerate(zip(given, _settings_of(trainer.state.optimizers))):
+        changed = [name for name in old if old[name] != new[name]]
+        if changed:
+            saved, own = (", ".join(f"{name}={values[name]:g}" for name in changed) for values in (new, old))
+            trainer.print(
+                f"Parameter group {index} continues with {saved} from the checkpoint, not with the given {own}. To change it, set it in "
+                "trainer.optimizer.param_groups from a callback, or start a new run from the weights."
+            )
 
 
 def _shared_rng(rng: StateDict | None) -> StateDict | None:
