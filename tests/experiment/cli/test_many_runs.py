@@ -143,6 +143,7 @@ def test_grouping_over_seeds_gives_mean_and_sample_deviation(command, command_js
     assert groups[1]["metrics"]["train/loss"]["std"] is None
     out = command("compare", tmp_path, "--group")[1]
     assert "2 ± 1.414 *" in out and "group 1: r0, r1" in out
+    assert "train/loss" in out and "accuracy" not in out  # which is the same in all groups
 
 
 def test_hostile_names_are_printed_as_text(command, tmp_path):

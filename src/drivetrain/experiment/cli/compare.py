@@ -283,6 +283,8 @@ def _print_groups(groups: list[Settings], lines: Sequence[RunLine]) -> None:
         columns.insert(0, Column("experiment", [group["experiment"] for group in groups]))
     for tag, direction, _ in _measured(lines):
         own = [group["metrics"].get(tag) for group in groups]
+        if len(groups) > 1 and not differs([entry and (short(entry["mean"]), entry["std"] or 0.0) for entry in own]):
+            continue
         stars = best_places([entry and entry["mean"] for entry in own], direction)
         cells = [
             "–" if entry is None else _mean(entry) + (" *" if place in stars else "") for place, entry in enumerate(own)
