@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from drivetrain.checkpoint.tree import flatten, parse_structure, tensor_names, unflatten
-from drivetrain.context.codec import DEPTH_LIMIT
 from drivetrain.core.errors import CheckpointError
+from drivetrain.runtime.codec import DEPTH_LIMIT
 
 plain = st.one_of(
     st.none(),

@@ -61,6 +61,15 @@ def test_values_of_the_master_arrive_as_the_kind_they_were(world2):
             assert got.dtype == sent.dtype and got.device == sent.device and torch.equal(got, sent)
 
 
+def test_plain_values_are_sent_as_text_and_only_objects_of_other_classes_are_pickled():
+    plain = [value for value in VALUES if not isinstance(value, Path)]
+    for value in [*plain, float("inf"), {"$slot": [1]}, {("a", 1): b""}]:
+        message = collectives._encoded(value)
+        assert message[:1] == b"j" and collectives._decoded(message) == value
+    message = collectives._encoded(Point(1, Path("a")))
+    assert message[:1] == b"p" and collectives._decoded(message) == Point(1, Path("a"))
+
+
 def _broadcast_nested():
     rank = get_rank()
     value = {"model": [torch.full((2,), float(rank)), Point(torch.tensor(rank), "name")], "step": rank}

@@ -45,11 +45,11 @@ from drivetrain.checkpoint.writer import (
     remove_folder,
     write_checkpoint,
 )
-from drivetrain.context.codec import unpack
 from drivetrain.core.errors import CheckpointError, ConfigError, NonFiniteStateError, StateError, unknown_name
 from drivetrain.core.locking import FolderLock
 from drivetrain.core.time import Time, TimeLike, TimeUnit, ensure_time
 from drivetrain.module.finite import nonfinite_state
+from drivetrain.runtime.codec import unpack
 from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import restore_rng

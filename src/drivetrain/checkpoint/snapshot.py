@@ -24,10 +24,10 @@ from drivetrain.checkpoint.exchange import RankExchange
 from drivetrain.checkpoint.layout import Manifest, rank_file
 from drivetrain.checkpoint.tree import FlatState, IsLocal, flatten, parse_structure, unflatten
 from drivetrain.checkpoint.writer import Snapshot, WriteFailedError
-from drivetrain.context.codec import is_packed_generator, pack, unpack
-from drivetrain.context.coders import tag_of
 from drivetrain.core.errors import CheckpointError, ConfigError, ResumeError, StateError
 from drivetrain.core.types import StateDict
+from drivetrain.runtime.codec import is_packed_generator, pack, unpack
+from drivetrain.runtime.coders import tag_of
 from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import capture_rng, derive_seed, restore_rng, set_seed
 

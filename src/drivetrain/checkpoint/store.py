@@ -29,9 +29,9 @@ from drivetrain.checkpoint.reader import (
 )
 from drivetrain.checkpoint.snapshot import take_snapshot
 from drivetrain.checkpoint.writer import write_checkpoint
-from drivetrain.context.codec import unpack
 from drivetrain.core.errors import CheckpointError
 from drivetrain.core.types import StateDict
+from drivetrain.runtime.codec import unpack
 from drivetrain.runtime.run import current_run
 
 

@@ -1,6 +1,6 @@
 """A nested state as JSON and named tensors, and back.
 
-`flatten` takes a value in the state form of `context.codec` to its JSON form, puts every tensor under a name made from its path
+`flatten` takes a value in the state form of `runtime.codec` to its JSON form, puts every tensor under a name made from its path
 (`model.encoder.weight`) and leaves a reference in its place; `unflatten` is the inverse. Reading makes builtin containers, numbers
 and tensors and can make nothing else: there is no tag that names a class.
 
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.context.codec import JsonPacker, JsonUnpacker
 from drivetrain.core.errors import CheckpointError
 from drivetrain.core.types import StateDict
 from drivetrain.module.distributed_tensors import is_dtensor, local_part
+from drivetrain.runtime.codec import JsonPacker, JsonUnpacker
 
 STATE_LIMIT = 256 * 2**20
 """Bytes of `state.json`. Store long series in tensors, which have no limit."""

@@ -105,6 +105,7 @@ MODULES = {
     "drivetrain.algorithms.alibi.attention_surgery_functions": "drivetrain.algorithms.alibi.algorithm",
     "drivetrain.algorithms.alibi.gpt2_alibi": "drivetrain.compat.composer_types",
     "drivetrain.algorithms.warnings": "drivetrain.core.errors",
+    "drivetrain.context.codec": "drivetrain.runtime.codec",
     "drivetrain.context.params": "drivetrain.module.params",
     "drivetrain.context.surgery": "drivetrain.module.surgery",
     "drivetrain.core.passes": "drivetrain.compat.composer_types",

@@ -9,7 +9,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".state": ["State"],
         ".loading": ["LoadReport"],
         ".moving": ["move_to_device", "move_optimizer_state"],
-        ".codec": ["pack", "unpack"],
+        "drivetrain.runtime.codec": ["pack", "unpack"],
         ".batch": [
             "batch_get",
             "batch_set",

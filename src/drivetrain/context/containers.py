@@ -9,7 +9,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.context.coders import NOT_STATE, PLAIN, TAG, tag_of
 from drivetrain.context.kinds import Kind, Restore, keep
 from drivetrain.core.containers import (
     field_values,
@@ -20,6 +19,7 @@ from drivetrain.core.containers import (
     same_tuple,
 )
 from drivetrain.core.types import Item, Saved
+from drivetrain.runtime.coders import NOT_STATE, PLAIN, TAG, tag_of
 
 if TYPE_CHECKING:
     from drivetrain.context.loading import Loading

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.context.coders import PLAIN
 from drivetrain.context.kinds import ItemHolder, Kind
 from drivetrain.context.loading import MODULE_KIND, OTHER_KIND, Loading, LoadReport, Saving, kind_of, walk
 from drivetrain.context.moving import move_optimizer_state
@@ -24,6 +23,7 @@ from drivetrain.core.errors import ConfigError, DistributedError, ExperimentErro
 from drivetrain.core.types import Item, Settings, StateDict
 from drivetrain.module.sharding import rebind_optimizer
 from drivetrain.module.wrapping import named_clean_parameters, unwrap
+from drivetrain.runtime.coders import PLAIN
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.group import join_launched_world

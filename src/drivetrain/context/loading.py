@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from drivetrain.context.codec import Packer, Unpacker, classes_in, needs_class, pack, unpack
-from drivetrain.context.coders import NOT_STATE, PLAIN, tag_of, tagged
 from drivetrain.context.containers import DataclassKind, DictKind, ListKind, NamedTupleKind, SetKind, TupleKind
 from drivetrain.context.kinds import ItemHolder, Kind, Restore, keep
 from drivetrain.context.optimizers import Names
@@ -29,6 +27,8 @@ from drivetrain.core.errors import DrivetrainError, DrivetrainWarning, StateErro
 from drivetrain.core.types import Item, Saved
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.wrapping import FaultKind, named_clean_parameters
+from drivetrain.runtime.codec import Packer, Unpacker, classes_in, needs_class, pack, unpack
+from drivetrain.runtime.coders import NOT_STATE, PLAIN, tag_of, tagged
 from drivetrain.runtime.ranks import is_master
 
 

@@ -15,8 +15,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from drivetrain.context.codec import with_metadata
-from drivetrain.context.coders import NOT_STATE, tag_of
 from drivetrain.context.kinds import ItemHolder, Kind, Restore, keep
 from drivetrain.context.optimizers import fit_optimizer, save_optimizer
 from drivetrain.context.values import ask
@@ -33,6 +31,8 @@ from drivetrain.module.wrapping import (
     unwrap,
     wrapping_of,
 )
+from drivetrain.runtime.codec import with_metadata
+from drivetrain.runtime.coders import NOT_STATE, tag_of
 
 if TYPE_CHECKING:
     from drivetrain.context.context import DataParallel, Move, Shard

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from drivetrain.context.coders import GENERATORS, NOT_STATE, PLAIN, enum_member, tag_of, tagged, value_coder
 from drivetrain.context.kinds import Kind, Restore
 from drivetrain.context.moving import move_tensor
 from drivetrain.core.errors import DrivetrainWarning
 from drivetrain.core.types import Item, Saved, StateDict
 from drivetrain.module.distributed_tensors import fit_tensor
+from drivetrain.runtime.coders import GENERATORS, NOT_STATE, PLAIN, enum_member, tag_of, tagged, value_coder
 
 if TYPE_CHECKING:
     from drivetrain.context.context import DataParallel, Move

@@ -104,6 +104,7 @@ def _split_class() -> Callable[..., Optimizer]:
             self._sync_param_groups(self.param_groups, self.optim.param_groups)  # type: ignore[attr-defined]
             own = _map_tensors(self.optim.state_dict(), lambda tensor: tensor.detach().cpu())
             parts: list[object] = [None] * self.world_size
+            # Pickled: tensors of any number, and whatever a user's optimizer keeps in its groups.
             dist.all_gather_object(parts, own, group=self.process_group)
             self._all_state_dicts = parts
             try:

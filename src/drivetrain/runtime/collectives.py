@@ -2,9 +2,11 @@
 
 Without a process group every function returns what one process would see. Control messages travel over a gloo group on
 the CPU, so that they neither wait for the device nor mix with its traffic; tensors travel on their own device where the
-group can carry them. Values are sent by torch's object collectives, between our own processes only.
+group can carry them. Plain values travel as text in the codec's JSON form. An object of another class (a dataclass of ours such as a kept
+plan, or what a user's program sends) travels pickled, because only its class can rebuild it; all ranks run the same program.
 """
 
+import json
 import pickle
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
@@ -14,15 +16,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.core.containers import map_items
-from drivetrain.core.errors import DistributedError
+from drivetrain.core.errors import CheckpointError, DistributedError
+from drivetrain.core.types import StateDict
+from drivetrain.runtime.codec import JsonPacker, JsonUnpacker
 from drivetrain.runtime.ranks import data_group, get_rank, is_distributed
 
 CPU_BACKENDS = {"gloo", "fake", "threaded", "mpi"}
+
+_PLAIN, _PICKLED, _UNSENDABLE = b"jpx"
+"""The first byte of a message. One that cannot be sent becomes a note, so that all ranks fail together instead of waiting."""
 
 T = TypeVar("T")
 
 _made: tuple[object, dict[Hashable, object]] | None = None
 """The default group and the groups and meshes that were made in it."""
+
+
+_SLOT = "$slot"
 
 
 class _TensorSlot(NamedTuple):
@@ -31,12 +41,6 @@ class _TensorSlot(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str
-
-
-class _Unsendable(NamedTuple):
-    """Sent in place of a value that cannot travel, so that all ranks fail together instead of waiting."""
-
-    reason: str
 
 
 def control_group() -> dist.ProcessGroup | None:
@@ -112,11 +116,11 @@ def all_gather_values(value: T) -> list[T]:
 
 def gather_objects(value: T, group: "dist.ProcessGroup | None") -> list[T]:
     """Return the values of all ranks of a group, in rank order; one that cannot be sent raises on all of them."""
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, _sendable(value), group=group)
-    for rank, item in enumerate(gathered):
-        if isinstance(item, _Unsendable):
-            raise DistributedError(f"all_gather_values: rank {rank} cannot send a {item.reason}")
+    gathered: list[T] = []
+    for rank, message in enumerate(_gather_bytes(_encoded(value), group)):
+        if message[0] == _UNSENDABLE:
+            raise DistributedError(f"all_gather_values: rank {rank} cannot send a {message[1:].decode()}")
+        gathered.append(_decoded(message))
     return gathered
 
 
@@ -130,15 +134,15 @@ def broadcast_from_master(value: object) -> Any:
     if group is None:
         return value
     tensors: list[Tensor] = []
-    message = [_sendable(value, lambda item: _take_tensors(item, tensors)) if get_rank() == 0 else None]
-    dist.broadcast_object_list(message, src=0, group=group)
-    if isinstance(message[0], _Unsendable):
-        raise DistributedError(f"broadcast_from_master cannot send a {message[0].reason}")
+    message = _encoded(value, lambda item: _take_tensors(item, tensors)) if get_rank() == 0 else b""
+    message = _broadcast_bytes(message, group)
+    if message[0] == _UNSENDABLE:
+        raise DistributedError(f"broadcast_from_master cannot send a {message[1:].decode()}")
     if get_rank() == 0:
         for tensor in tensors:
             _broadcast_tensor(tensor)
         return value
-    return _put_tensors(message[0])
+    return _put_tensors(_decoded(message))
 
 
 def gather_rows(tensor: Tensor) -> Tensor:
@@ -152,7 +156,7 @@ def gather_rows(tensor: Tensor) -> Tensor:
     if not is_distributed():
         return rows
     group = data_group()
-    kinds = gather_objects((tuple(rows.shape), rows.dtype), group or control_group())
+    kinds = gather_objects((tuple(rows.shape), str(rows.dtype)), group or control_group())
     filled = {(shape[1:], dtype) for shape, dtype in kinds if shape != (0,)}
     if len(filled) > 1:
         listing = ", ".join(f"rank {rank}: {list(shape)} {dtype}" for rank, (shape, dtype) in enumerate(kinds))
@@ -162,7 +166,8 @@ def gather_rows(tensor: Tensor) -> Tensor:
         )
     if not filled:
         return rows
-    row_shape, dtype = filled.pop()
+    row_shape, name = filled.pop()
+    dtype = getattr(torch, name.removeprefix("torch."))
     longest = max(shape[0] for shape, _ in kinds)
     carrier = _carrier(rows.device, group)
     padded = torch.zeros((longest, *row_shape), dtype=dtype, device=carrier.device)
@@ -232,12 +237,64 @@ def _put_tensors(value: object) -> object:
     return map_items(value, _put_tensors)
 
 
-def _sendable(value: object, prepare: Callable[[Any], object] = lambda value: value) -> object:
-    """Return the prepared value, or a note for all ranks that it cannot travel."""
+def _encoded(value: object, prepare: Callable[[Any], object] = lambda value: value) -> bytes:
+    """Return the prepared value as a message, or a note for all ranks that it cannot travel."""
     try:
         prepared = prepare(value)
-        pickle.dumps(prepared)
+        try:
+            text = json.dumps(JsonPacker(_pack_slot, _reject_tensor).pack(prepared, ""))
+        except CheckpointError:  # not plain data
+            return bytes([_PICKLED]) + pickle.dumps(prepared)
+        return bytes([_PLAIN]) + text.encode()
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         advice = "Send plain values, and build the object from them on every rank."
-        return _Unsendable(f"{type(value).__name__} ({error}). {advice}")
-    return prepared
+        return bytes([_UNSENDABLE]) + f"{type(value).__name__} ({error}). {advice}".encode()
+
+
+def _decoded(message: bytes) -> Any:
+    if message[0] == _PICKLED:
+        return pickle.loads(message[1:])
+    return JsonUnpacker({_SLOT: _unpack_slot}).unpack(json.loads(message[1:]))
+
+
+def _pack_slot(value: object, path: str) -> object:
+    if type(value) is not _TensorSlot:
+        return NotImplemented
+    return {_SLOT: [list(value.shape), str(value.dtype).removeprefix("torch."), value.device]}
+
+
+def _unpack_slot(packed: StateDict) -> _TensorSlot:
+    shape, dtype, device = packed[_SLOT]
+    return _TensorSlot(tuple(shape), getattr(torch, dtype), device)
+
+
+def _reject_tensor(tensor: Tensor, path: str) -> object:
+    raise CheckpointError(f"{path}: a tensor")  # of values that are gathered; it travels pickled
+
+
+def _gather_bytes(message: bytes, group: "dist.ProcessGroup | None") -> list[bytes]:
+    carrier = _carrier(torch.device("cpu"), group)
+    own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    length = torch.tensor([len(message)], device=carrier.device)
+    lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, length, group=carrier.group)
+    sizes = [int(size) for size in lengths]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=carrier.device)
+    padded[: len(message)] = own.to(carrier.device)
+    received = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(received, padded, group=carrier.group)
+    return [part[:size].cpu().numpy().tobytes() for part, size in zip(received, sizes, strict=True)]
+
+
+def _broadcast_bytes(message: bytes, group: "dist.ProcessGroup | None") -> bytes:
+    """Return rank 0's message, over a group on the CPU."""
+    length = torch.tensor([len(message)])
+    dist.broadcast(length, src=0, group=group)
+    is_sender = get_rank() == 0
+    data = (
+        torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        if is_sender
+        else torch.empty(int(length), dtype=torch.uint8)
+    )
+    dist.broadcast(data, src=0, group=group)
+    return data.numpy().tobytes()

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from drivetrain.context.codec import pack, unpack
 from drivetrain.context.context import Context
 from drivetrain.context.loading import Saving, parameter_names
 from drivetrain.context.optimizers import save_optimizer
@@ -25,6 +24,7 @@ from drivetrain.core.types import StateDict
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.pipeline_schedule import PipelinedModel
 from drivetrain.module.wrapping import clean_state_dict, named_clean_parameters
+from drivetrain.runtime.codec import pack, unpack
 from drivetrain.runtime.collectives import made_once
 from drivetrain.runtime.ranks import is_master
 from drivetrain.strategy.method import Site
@@ -85,6 +85,7 @@ def joined_state(context: Context, state: StateDict) -> StateDict:
     if 0 not in dist.get_process_group_ranks(pipeline.group):
         return {}
     stages: list[Any] | None = [None] * dist.get_world_size(pipeline.group) if is_master() else None
+    # Pickled: tensors of any number, and whatever a user's optimizer keeps in its groups.
     dist.gather_object(own, stages, dst=0, group=pipeline.group)
     if stages is None:
         return {}

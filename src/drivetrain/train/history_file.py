@@ -28,10 +28,10 @@ from torch import Tensor
 
 from drivetrain.checkpoint.files import flush_folder, safetensors_pieces
 from drivetrain.checkpoint.tree import flatten, parse_structure, unflatten
-from drivetrain.context.codec import pack, unpack
 from drivetrain.core.errors import CheckpointError
 from drivetrain.core.files import open_regular, open_to_read
 from drivetrain.core.types import StateDict
+from drivetrain.runtime.codec import pack, unpack
 
 FLOAT, INT, BOOL, OBJECT, TENSOR = 0, 1, 2, 3, 16
 """What a value is; a number in a tensor is TENSOR plus the place of its dtype in this list."""

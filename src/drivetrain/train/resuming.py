@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.context.codec import unpack
 from drivetrain.context.context import Context
 from drivetrain.context.state import State
 from drivetrain.core.display import printable
@@ -22,6 +21,7 @@ from drivetrain.core.lazy import Slot
 from drivetrain.core.types import StateDict
 from drivetrain.module.full_state import gather_on_request
 from drivetrain.module.stepper import merge_windows
+from drivetrain.runtime.codec import unpack
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.ranks import data_rank, get_num_processes, is_distributed, num_data_ranks
 from drivetrain.runtime.run import current_run

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from drivetrain.context.codec import pack, unpack
 from drivetrain.core.engine import Engine, Fire
 from drivetrain.core.errors import StateError
 from drivetrain.core.event import Event
@@ -27,6 +26,7 @@ from drivetrain.data.loader import SmartDataLoader
 from drivetrain.module.loss_items import LossWatch
 from drivetrain.module.stepper import Stepper
 from drivetrain.module.wrapping import unwrap
+from drivetrain.runtime.codec import pack, unpack
 from drivetrain.train import loaders
 from drivetrain.train.agreement import Agreement
 from drivetrain.train.batches import BatchForm, BatchOutput, WholeForm, batch_size_of, find_form

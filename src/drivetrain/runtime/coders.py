@@ -25,7 +25,7 @@ from drivetrain.core.errors import StateError, unknown_name
 from drivetrain.core.types import StateDict
 
 if TYPE_CHECKING:
-    from drivetrain.context.codec import Packer, Unpacker
+    from drivetrain.runtime.codec import Packer, Unpacker
 
 TAG = "__drivetrain__"
 """The key that marks a dict as the packed form of some other value."""

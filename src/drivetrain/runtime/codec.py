@@ -24,7 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drivetrain.context.coders import (
+from drivetrain.core.containers import field_values, is_dataclass, is_namedtuple, join_path
+from drivetrain.core.errors import CheckpointError, DrivetrainError, StateError
+from drivetrain.core.event import Event
+from drivetrain.core.time import Time, Timestamp, TimeUnit
+from drivetrain.core.types import Item, StateDict
+from drivetrain.runtime.coders import (
     CODERS,
     CODERS_BY_TAG,
     GENERATORS,
@@ -38,11 +43,6 @@ from drivetrain.context.coders import (
     tag_of,
     tagged,
 )
-from drivetrain.core.containers import field_values, is_dataclass, is_namedtuple, join_path
-from drivetrain.core.errors import CheckpointError, DrivetrainError, StateError
-from drivetrain.core.event import Event
-from drivetrain.core.time import Time, Timestamp, TimeUnit
-from drivetrain.core.types import Item, StateDict
 
 DEPTH_LIMIT = 100
 """Levels of nesting in the JSON form."""
@@ -165,6 +165,13 @@ class JsonPacker(Packer):
     def __init__(self, special: Special | None, tensor: Callable[[Tensor, str], object]):
         super().__init__(special, Tensor.detach)
         self._name_tensor = tensor
+
+    def items(self, values: Iterable[object], path: str) -> list[object]:
+        """Return the items of a sequence, packed; whole numbers, such as the order of an epoch, are only tested together."""
+        found: list[Any] = list(values)
+        if set(map(type, found)) == {int} and min(found) > -_LONGEST_DECIMAL and max(found) < _LONGEST_DECIMAL:
+            return found
+        return super().items(found, path)
 
     def pairs(self, value: Mapping[object, object], path: str) -> list[object]:
         """Return the entries of a mapping as lists of two."""

@@ -15,11 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.context.codec import is_packed_generator, pack, unpack
-from drivetrain.context.coders import TAG
 from drivetrain.core.errors import StateError
 from drivetrain.core.event import Event
 from drivetrain.core.time import Time
+from drivetrain.runtime.codec import is_packed_generator, pack, unpack
+from drivetrain.runtime.coders import TAG
 
 
 class Colour(Enum):
