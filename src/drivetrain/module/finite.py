@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from torch import Tensor, nn
 from drivetrain.core.arguments import check_choice, check_count
 from drivetrain.module.distributed_tensors import local_part
 from drivetrain.runtime.device import AsyncReadback
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Action = Literal["skip", "stop", "rollback", "ignore"]
 ALIASES = {"raise": "stop"}
@@ -71,17 +74,22 @@ def nonfinite_flag(tensors: Sequence[Tensor]) -> Tensor:
     return found
 
 
-def any_nonfinite(parameters: Iterable[Tensor]) -> bool:
-    """Return whether a gradient on any rank is not finite. This synchronizes the host, and all ranks must call it."""
+def on_any_rank(flags: Tensor, group: "ProcessGroup | None" = None) -> Tensor:
+    """Set flags on all ranks where they are set on any, in place; nothing without a process group."""
     import torch.distributed as dist
 
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    return flags
+
+
+def any_nonfinite(parameters: Iterable[Tensor]) -> bool:
+    """Return whether a gradient on any rank is not finite. This synchronizes the host, and all ranks must call it."""
     held = list(parameters)
     gradients = [local_part(p.grad) for p in held if p.grad is not None]
     device = local_part(held[0]).device if held else None
     flag = nonfinite_flag(gradients) if gradients else torch.zeros((), device=device)
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)  # tensor ranks and stages too: all ranks step, or none does
-    return flag.item() != 0
+    return on_any_rank(flag).item() != 0  # tensor ranks and stages too: all ranks step, or none does
 
 
 def nonfinite_names(named: Iterable[tuple[str, Tensor]], only_nan: bool = False) -> list[str]:
@@ -301,11 +309,7 @@ class StepGuard:
 
     def _exchanged(self, flag: Tensor) -> Tensor:
         """Set the flag on all ranks where it is set on any."""
-        if self._is_exchanged:
-            import torch.distributed as dist
-
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return flag
+        return on_any_rank(flag) if self._is_exchanged else flag
 
     def _reads_nonfinite(self, gradients: list[Tensor]) -> bool:
         if self._is_large:

@@ -10,7 +10,6 @@ optimizers, which take the verdict as a flag on the device.
 """
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import BatchOutputError, ConfigError, SharedGraphError, did_you_mean
+from drivetrain.module.finite import nonfinite_flag, on_any_rank
 from drivetrain.module.gradient_sync import GradientSync, average_gradients, copy_buffers_from_first_rank
 from drivetrain.module.stepper import grad_norm, scale_to_norm
 
@@ -246,7 +246,7 @@ def finish_units(units: Sequence["OptimScheduler"]) -> None:
 
 def update_units(units: Sequence["OptimScheduler"], logger: logging.Logger = _log) -> list[bool]:
     """Clip, test and step these units; return which of them changed their parameters, as far as the host knows."""
-    finite = _verdicts(units, _agreed(units, [_measure_and_clip(unit) for unit in units]))
+    finite = _verdicts(units, [_measure_and_clip(unit) for unit in units])
     stepped = [_step(unit, verdict, logger) for unit, verdict in zip(units, finite)]
     update_scalers(units)
     return stepped
@@ -269,41 +269,25 @@ def _measure_and_clip(unit: "OptimScheduler") -> Tensor | None:
     return norm
 
 
-def _agreed(units: Sequence["OptimScheduler"], norms: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the norms, infinite on all ranks where they are not finite on any: one exchange for the units of a model."""
-    agreed = list(norms)
-    for sync in {unit.sync: None for unit in units if unit.window.world > 1}:
-        found = {
-            index: norm
-            for index, (unit, norm) in enumerate(zip(units, norms))
-            if unit.sync is sync and norm is not None
-        }
-        if found:
-            import torch.distributed as dist
-
-            flags = torch.stack([(~torch.isfinite(norm)).float() for norm in found.values()])
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=sync.group())
-            for (index, norm), flag in zip(found.items(), flags.unbind()):
-                agreed[index] = torch.where(flag > 0, math.inf, norm)
-    return agreed
-
-
 def _verdicts(units: Sequence["OptimScheduler"], norms: Sequence[Tensor | None]) -> list[bool | Tensor]:
-    """Return for each unit whether its gradients are finite; for fused optimizers a flag on the device, set where they are not."""
-    verdicts: list[bool | Tensor] = [True] * len(units)
-    read: list[tuple[int, Tensor]] = []
-    for index, (unit, norm) in enumerate(zip(units, norms)):
-        if norm is None or not unit.is_tested:
-            continue
-        if unit.skips_on_device:
-            verdicts[index] = torch.logical_not(torch.isfinite(norm)).to(torch.float32)
-        else:
-            read.append((index, norm))
+    """Return for each unit whether its gradients are finite on all ranks; for fused optimizers a device flag, set where they are not.
+
+    The units of a model exchange their flags at once, and the host waits once for all that it reads.
+    """
+    flags = {
+        index: nonfinite_flag([norm])
+        for index, (unit, norm) in enumerate(zip(units, norms))
+        if norm is not None and unit.is_tested
+    }
+    for sync in {units[index].sync: None for index in flags if units[index].window.world > 1}:
+        own = [index for index in flags if units[index].sync is sync]
+        flags.update(zip(own, on_any_rank(torch.stack([flags[index] for index in own]), sync.group())))
+    verdicts: list[bool | Tensor] = [flags.get(index, True) for index in range(len(units))]
+    read = [index for index in flags if not units[index].skips_on_device]
     if read:
-        device = read[0][1].device
-        flags = torch.stack([torch.isfinite(norm).to(device) for _, norm in read]).tolist()  # one wait for all units
-        for (index, _), flag in zip(read, flags):
-            verdicts[index] = flag
+        found = torch.stack([flags[index].to(flags[read[0]].device) for index in read]).tolist()
+        for index, is_bad in zip(read, found):
+            verdicts[index] = not is_bad
     return verdicts
 
 
