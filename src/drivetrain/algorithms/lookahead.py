@@ -77,7 +77,7 @@ class Lookahead(Algorithm):
         return self._slow
 
     def _progress(self, state: State) -> float:
-        """Return the share of the run that lies behind once the batch in hand is counted."""
+        """Return the share of the run that lies behind once the current batch is counted."""
         done = state.clock.batch
         return min(1.0, elapsed_fraction(state, str(self)) * (done + 1) / done) if done else 0.0
 

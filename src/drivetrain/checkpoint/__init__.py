@@ -1,4 +1,4 @@
-"""Checkpoints: written so that they are whole, read back as the newest valid one, kept as long as they are wanted."""
+"""Checkpoints: written atomically, read back as the newest valid one, removed when they are no longer needed."""
 
 from drivetrain.core.lazy import lazy_exports
 

@@ -34,7 +34,7 @@ from drivetrain.core.files import TEMPORARY
 
 
 def truncate_file(path: Path, chance: random.Random) -> str:
-    """Cut a file short at a random place."""
+    """Truncate a file at a random position."""
     size = chance.randrange(path.stat().st_size)
     os.truncate(path, size)
     return f"{path.name} was cut to {size} bytes"
@@ -82,7 +82,7 @@ def damage(checkpoint: str | Path, kind: str, seed: int = 0) -> str:
 
 @contextmanager
 def full_disk(after: int = 0) -> Iterator[None]:
-    """Let checkpoint writes of this process fail with ENOSPC once `after` bytes have been written."""
+    """Make checkpoint writes of this process fail with ENOSPC after `after` bytes."""
     real, left = files.put, after
 
     def put(stream: BinaryIO, piece: bytes | memoryview) -> None:
@@ -146,7 +146,7 @@ def torment(
     in_saves: float = 0.5,
     pauses: float = 0.0,
 ) -> list[Attempt]:
-    """Start a process, kill it, start it again, `kills` times; then let it finish.
+    """Start a process and kill it `kills` times, then let it finish.
 
     A share `in_saves` of the kills waits for a save in `folder` and strikes in the middle of it; the others come at a
     random moment within `longest` seconds. A share `pauses` of the starts is also stopped (SIGSTOP) for a moment on
@@ -170,7 +170,7 @@ def _strike(
     begun, stale = time.monotonic(), _begun_saves(folder)
     moment = begun + chance.uniform(0, longest)
     pause_at = begun + chance.uniform(0, longest) if chance.random() < pauses else None
-    deadline = begun + 20 * longest + 60  # a command that never saves must not be waited for for ever
+    deadline = begun + 20 * longest + 60  # a command that never saves must not be waited for forever
     while time.monotonic() < (deadline if in_save else moment):
         if (status := victim.poll()) is not None:
             return Attempt(time.monotonic() - begun, "failed" if status else "finished", False, status)

@@ -144,7 +144,7 @@ class Checkpointer:
         """Seconds the last save blocked training: the copy of a background save, or the whole save otherwise."""
 
     def step(self, metrics: Mapping[str, object] | None = None) -> Path | None:
-        """Count one step; save when it is due or requested by SIGUSR1, and on SIGTERM or SIGINT save and leave.
+        """Count one step. Save when it is due or SIGUSR1 requests it; on SIGTERM or SIGINT save and exit.
 
         Returns the folder of the checkpoint when one was saved or begun.
         """
@@ -173,7 +173,7 @@ class Checkpointer:
         return path
 
     def save(self, id: object = None, metrics: Mapping[str, object] | None = None, *, final: bool = False) -> Path:
-        """Save now and return the folder; a background save only starts here.
+        """Save now and return the folder. A background save only starts here.
 
         A disk failure is a warning and the run continues, up to two times in a row; `final=True` writes in the
         foreground and raises at once. Weights or optimizer states that are not finite are never written: the error names them, and the
@@ -223,7 +223,7 @@ class Checkpointer:
             )
 
     def restore(self, which: str | Path = "auto") -> Restored | None:
-        """Restore a saved state and continue its counters; random states are applied last.
+        """Restore a saved state and continue its counters. Random states are applied last.
 
         `which`: `"auto"` (the newest valid checkpoint; None when there is none yet), `"last"` (the same, but there
         must be one), `"best"`, an id, or a path: a checkpoint, a run folder, or a file of another program.
@@ -255,33 +255,33 @@ class Checkpointer:
         return self._continue(loaded, report)
 
     def wait(self) -> None:
-        """Wait for the save in flight; raise or count its failure."""
+        """Wait for the current save. Raise or count its failure."""
         self._job.wait()
         self._surface_background_error()
 
     def finish(self) -> None:
-        """Wait for the last save of a run; raise if it failed, because then the end of the run is not saved."""
+        """Wait for the last save of a run. Raise if it failed, because then the end of the run is not saved."""
         self.wait()
         failure, self.last_failure = self.last_failure, None
         if failure is not None:
             raise failure
 
     def settle(self) -> None:
-        """Wait for the save in flight without raising, where another error is on its way already."""
+        """Wait for the current save without raising, if another error is already being raised."""
         self._job.wait()
 
     def list(self) -> list[Listed]:
-        """Return the checkpoints of the folder whose manifest is whole, oldest first."""
+        """Return the checkpoints in the folder that have a valid manifest, oldest first."""
         return [Listed(*item) for item in known_checkpoints(self.directory).items()]
 
     def export_safetensors(self, path: str | Path, names: tuple[str, ...] = ("model",)) -> Path:
-        """Write the named items of the Context as plain safetensors for other programs; see `export_safetensors`."""
+        """Write the named items of the Context as plain safetensors for other programs. See `export_safetensors`."""
         from drivetrain.checkpoint.files import export_safetensors
 
         return export_safetensors(self.ctx, path, names)
 
     def close(self) -> None:
-        """Wait for the save in flight and release the signals; raise if the last save failed."""
+        """Wait for the current save and release the signals. Raise if the last save failed."""
         try:
             self.finish()
             self._schedule.finish()

@@ -1,9 +1,8 @@
-"""How ranks agree about one checkpoint: each reports how its part went, and all get every report.
+"""How ranks agree about one checkpoint: each reports its result, and all ranks get every report.
 
-A save needs two such rounds: before writing (where, and is there room) and after it (did every file arrive). The
-first round has a deadline and names the ranks that did not come, because a save called on some ranks only is the
-commonest mistake. A background save runs during training, so it talks over a group of its own: two threads must not
-share one.
+A save needs two such rounds: before writing (where, and is there enough space) and after it (was every file written). The first
+round has a deadline and names the ranks that are missing, because a save that only some ranks call is the most common mistake. A
+background save runs during training, so it uses its own group: two threads must not share one.
 """
 
 from collections.abc import Callable
@@ -21,7 +20,7 @@ DEADLINE = timedelta(minutes=10)
 
 
 class RankExchange:
-    """Rounds of messages between the ranks that save or restore together; alone, a round returns what was said."""
+    """Rounds of messages between the ranks that save or restore together. On a single rank a round returns its own message."""
 
     def __init__(self, group: "ProcessGroup | None" = None, deadline: timedelta = DEADLINE):
         self.group = group
@@ -30,7 +29,7 @@ class RankExchange:
         self.deadline = deadline
 
     def meet(self, purpose: str) -> None:
-        """Wait for all ranks, at most until the deadline; the error names those that did not come."""
+        """Wait for all ranks, at most until the deadline. The error names the missing ranks."""
         if self.group is None:
             return
         import torch.distributed as dist
@@ -45,20 +44,20 @@ class RankExchange:
             ) from error
 
     def gather(self, value: object) -> list[Any]:
-        """Return what every rank said, in order of rank."""
+        """Return the messages of all ranks, in rank order."""
         if self.group is None:
             return [value]
         return gather_objects(value, self.group)
 
     def first(self, ask: Callable[[], object]) -> Any:
-        """Return rank 0's answer on every rank, or raise its error on every rank: its view of the files counts."""
+        """Return rank 0's result on every rank, or raise its error on every rank: its view of the files counts."""
         outcome = self.attempt(lambda: ask() if self.rank == 0 else None)
         if outcome.problems:
             raise outcome.own or CheckpointError(outcome.explain())
         return outcome.results[0]
 
     def attempt(self, action: Callable[[], object]) -> "AttemptResults":
-        """Run `action` on every rank and report to all of them how it went.
+        """Run `action` on every rank and report the results to all of them.
 
         A disk error or a CheckpointError is an outcome, to be judged by the caller. Any other error of one rank is
         raised on all of them, so that none is left waiting.
@@ -79,7 +78,7 @@ class RankExchange:
         return AttemptResults([result for result, _, _ in said], problems, own)
 
     def close(self) -> None:
-        """Give up a group that was made for this exchange alone."""
+        """Destroy a group that was made for this exchange alone."""
         if self.group is not None and self.group is not control_group():
             import torch.distributed as dist
 
@@ -87,26 +86,26 @@ class RankExchange:
 
 
 class AttemptResults(NamedTuple):
-    """What an attempt gave on each rank, and what went wrong where."""
+    """The results of an attempt on each rank, and the errors."""
 
     results: list[Any]
     problems: dict[int, str]
     own: Exception | None
 
     def explain(self) -> str:
-        """Return what went wrong, naming ranks where there are several."""
+        """Return what went wrong, with ranks if there are several."""
         if len(self.results) == 1:
             return "; ".join(self.problems.values())
         return "; ".join(f"rank {rank}: {problem}" for rank, problem in self.problems.items())
 
 
 def control_exchange() -> RankExchange:
-    """Return the exchange over the control group: for the main thread."""
+    """Return the exchange over the control group, for the main thread."""
     return RankExchange(control_group() if get_num_processes() > 1 else None)
 
 
 def background_exchange() -> RankExchange:
-    """Return an exchange over a new group: for one background thread. Every rank makes it at the same point."""
+    """Return an exchange over a new group, for one background thread. Every rank makes it at the same point."""
     if get_num_processes() == 1:
         return RankExchange()
     import torch.distributed as dist

@@ -1,9 +1,9 @@
-"""Files that are hashed while they are written and on the disk when the function returns.
+"""Files that are hashed while they are written, and flushed to the disk when the function returns.
 
-The hash is taken from memory on its way to the file, not from what was read back: a disk that wrote something else is
-then found out. Tensors go to the file in pieces, one after the other, straight from their memory, so writing needs no
-second copy of the state; hashing and writing both let other Python threads run, which is what makes a save in the
-background free. The format is safetensors: eight bytes of length, a JSON header, the raw values.
+The hash is computed from memory on the way to the file, not from what was read back, so that a faulty disk is detected. Tensors
+are written in pieces, directly from their memory, so writing needs no second copy of the state. Hashing and writing both release
+the GIL, so that a background save does not slow training. The format is safetensors: eight bytes of length, a JSON header, the
+raw values.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ PIECE = 8 * 2**20
 
 
 def put(stream: BinaryIO, piece: bytes | memoryview) -> None:
-    """Write one piece; the single place where bytes of a checkpoint go to a disk, so that tests can fill it up."""
+    """Write one piece. All bytes of a checkpoint are written here, so that tests can simulate a full disk."""
     stream.write(piece)
 
 
@@ -42,12 +42,12 @@ def write_bytes(folder: Path, name: str, data: bytes) -> FileEntry:
 def write_tensors(
     folder: Path, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> FileEntry:
-    """Write a safetensors file; tensors on a device are brought over one at a time."""
+    """Write a safetensors file. Tensors on a device are copied one at a time."""
     return _write(folder, name, safetensors_pieces(tensors, metadata))
 
 
 def replace_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Replace a safetensors file in one step."""
+    """Replace a safetensors file atomically."""
     with replacing(path) as stream:
         for piece in safetensors_pieces(tensors, metadata):
             put(stream, piece)
@@ -100,7 +100,7 @@ def _write(folder: Path, name: str, pieces: Iterator[bytes | memoryview]) -> Fil
 
 
 def flush_folder(folder: Path) -> None:
-    """Make the names in a folder durable; a system that cannot open folders has nothing to flush."""
+    """Make the names in a folder durable. A system that cannot open folders has nothing to flush."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except (PermissionError, IsADirectoryError):
@@ -112,7 +112,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def exchange_names(first: Path, second: Path) -> bool:
-    """RankExchange two folders in one step, so that both names are there at every moment; False where the system cannot."""
+    """Exchange two folders atomically, so that both names exist at every moment. Return False if the system does not support it."""
     rename = _rename_with_flags()
     if rename is None:
         return False
@@ -132,7 +132,7 @@ def _rename_with_flags() -> Callable[[int, bytes, int, bytes, int], int] | None:
 
 
 def lock_path(path: Path) -> int | None:
-    """Lock a file or folder until the returned descriptor is closed or the process ends; None where nothing can be locked.
+    """Lock a file or folder until the returned descriptor is closed or the process ends; None if nothing can be locked.
 
     Raises `BlockingIOError` when a living process holds the lock.
     """
@@ -160,7 +160,7 @@ def lock_path(path: Path) -> int | None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a small text file in one step: readers see the old text or the new one."""
+    """Replace a small text file atomically: readers see the old text or the new one."""
     with replacing(path) as stream:
         put(stream, text.encode())
     flush_folder(path.parent)
@@ -178,7 +178,7 @@ SPLIT_ABOVE = 5 * 10**9
 def export_safetensors(
     source: Any, path: str | Path, names: Sequence[str] = ("model",), *, split_above: int = SPLIT_ABOVE
 ) -> Path:
-    """Write items of a Context and return the file (or the index); on several ranks all call it and rank 0 writes.
+    """Write items of a Context and return the file (or the index). On several ranks all call it and rank 0 writes.
 
     One item keeps its own names (`encoder.weight`), several begin with theirs (`model.encoder.weight`). `path`
     is a `.safetensors` file or a folder.

@@ -1,8 +1,8 @@
 """The folder that holds checkpoints: tested and locked before a run starts, and watched during the run.
 
-A folder that cannot be written, or that another run writes to, is an error before the first step. One that disappears or becomes read-only
-later is noticed at the next save, in the main thread, so that training does not continue for hours without a checkpoint; the thread that
-touches the lock warns within seconds. Rank 0 holds the lock for all ranks.
+A folder that cannot be written, or that another run writes to, is an error before the first step. If it disappears or becomes
+read-only later, the next save raises in the main thread, so that training does not continue for hours without a checkpoint; the
+thread that touches the lock warns within seconds. Rank 0 holds the lock for all ranks.
 """
 
 import os
@@ -21,7 +21,7 @@ WRITER_LOCK = "writer.lock"
 
 
 def prepare_folder(directory: Path, *, fresh: bool) -> FolderLock:
-    """Make a folder, test that it can be written, and lock it; with `fresh` it must hold no checkpoint. Called on every rank.
+    """Create a folder, test that it can be written, and lock it. With `fresh` it must hold no checkpoint. Called on every rank.
 
     The caller releases the lock, which is held on rank 0.
     """
@@ -61,7 +61,7 @@ def prepare_folder(directory: Path, *, fresh: bool) -> FolderLock:
 
 
 def hold_folder(directory: Path, lock: FolderLock, exchange: RankExchange) -> None:
-    """Lock a folder before a run saves in it, or raise on every rank because another process holds it. Called on every rank."""
+    """Lock a folder before a run saves in it, or raise on every rank if another process holds it. Called on every rank."""
     outcome = exchange.attempt(lambda: "" if exchange.rank else _owner_after_taking(directory, lock))
     _check_owner(directory, outcome.results[0])
 
@@ -88,7 +88,7 @@ def _check_owner(directory: Path, owner: str) -> None:
 
 
 def device_of(directory: Path) -> int | None:
-    """Return the number of the disk a folder is on, or None while there is no folder."""
+    """Return the number of the disk that holds a folder, or None if the folder does not exist."""
     try:
         return directory.stat().st_dev
     except OSError:
@@ -96,7 +96,7 @@ def device_of(directory: Path) -> int | None:
 
 
 def check_folder(directory: Path, device: int | None, name: str, exchange: RankExchange, lock: FolderLock) -> None:
-    """Notice that a folder is gone, read-only or in use before `name` is saved in it; `device` is the disk it was on."""
+    """Raise if a folder is gone, read-only or in use before `name` is saved in it. `device` is the disk it was on."""
 
     def test() -> tuple[bool, str]:
         if exchange.rank:

@@ -69,18 +69,18 @@ def checkpoint_name(id: object) -> str:
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of the file that holds what belongs to one rank alone."""
+    """Return the name of the file that holds one rank's own values."""
     return f"rng-rank-{rank:05d}.safetensors"
 
 
 def own_file(name: str, rank: int) -> str:
-    """Return the name of a file where each rank has one of its own: rank 0's is the plain name."""
+    """Return the name of a file that each rank has separately. Rank 0's is the plain name."""
     stem, dot, suffix = name.partition(".")
     return name if rank == 0 else f"{stem}-rank-{rank:05d}{dot}{suffix}"
 
 
 def file_inside(folder: Path, relative: str) -> Path:
-    """Return a file named in a manifest, rejecting every name that could lead out of the folder."""
+    """Return a file named in a manifest. A name that could lead out of the folder is an error."""
     pure = PurePosixPath(relative)
     if (
         not relative
@@ -133,7 +133,7 @@ class Manifest:
 
     @property
     def step(self) -> int:
-        """Optimizer steps, where they were counted, else batches."""
+        """Optimizer steps if they were counted, else batches."""
         return int(self.progress.get("st", self.progress.get("ba", 0)))
 
     @property
@@ -143,11 +143,11 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files together."""
+        """Total bytes of all files."""
         return sum(entry.size for entry in self.files)
 
     def to_json(self) -> bytes:
-        """Return the text of `manifest.json`, which ends with the hash of all before it."""
+        """Return the text of `manifest.json`, which ends with the hash of everything before it."""
         content: StateDict = {"format": FORMAT, "version": VERSION, **asdict(self)}
         content["metrics"] = {
             name: value if math.isfinite(value) else repr(value) for name, value in self.metrics.items()
@@ -157,7 +157,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
-        """Read a manifest, rejecting anything that is not exactly one; the message gives the reason."""
+        """Read a manifest. Anything that is not exactly one raises with the reason."""
         try:
             content = json.loads(data)
         except (ValueError, RecursionError) as error:
@@ -258,7 +258,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_pointer(directory: Path, pointer: str) -> Path | None:
-    """Return the folder that `last` or `best` names, or None when there is no such pointer."""
+    """Return the folder that `last` or `best` names, or None if there is no such pointer."""
     try:
         with open_to_read(directory / pointer) as stream:
             name = stream.read(512).decode().strip()
@@ -276,7 +276,7 @@ def read_pointer(directory: Path, pointer: str) -> Path | None:
 
 
 def checkpoint_folders(directory: Path) -> list[Path]:
-    """List what may be checkpoints here, also one that was set aside when its replacement was cut short.
+    """List possible checkpoints here, including one that was moved aside when its replacement was interrupted.
 
     A folder that changes while it is listed may show neither the checkpoint that comes nor the one that goes. One with the pointer `last`
     has at least one, so that an empty list is made again.
@@ -302,14 +302,14 @@ Verify = Literal["full", "size", "off"]
 
 
 def check_verify(verify: str) -> Verify:
-    """Return a verification mode, or raise an error with those there are."""
+    """Return a verification mode, or raise an error that lists the valid ones."""
     if verify not in get_args(Verify):
         raise ConfigError(unknown_name("mode", verify, get_args(Verify), where="verify"))
     return verify  # type: ignore[return-value]
 
 
 def problem_with(folder: Path, verify: Verify = "full") -> str | None:
-    """Return what is wrong with a checkpoint folder, or None when it is whole."""
+    """Return what is wrong with a checkpoint folder, or None if it is valid."""
     try:
         verify_files(folder, read_manifest(folder), verify)
     except CheckpointError as error:
@@ -318,7 +318,7 @@ def problem_with(folder: Path, verify: Verify = "full") -> str | None:
 
 
 def verify_files(folder: Path, manifest: Manifest, verify: Verify, *, share: int = 0, of: int = 1) -> None:
-    """Check that the files are those of the manifest; of their contents, share `share` of `of` is hashed here."""
+    """Check that the files match the manifest. Share `share` of `of` of their contents is hashed here."""
     listed = {entry.path: file_inside(folder, entry.path) for entry in manifest.files}
     if STATE not in listed:
         raise CheckpointError(f"{MANIFEST} does not list {STATE}")
@@ -358,7 +358,7 @@ def hash_file(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Best:
-    """By which metric the best checkpoint is chosen, and which end is good."""
+    """The metric that selects the best checkpoint, and whether it is minimized or maximized."""
 
     metric: str
     mode: Literal["min", "max"] = "min"
@@ -369,7 +369,7 @@ class Best:
 
 
 def best_checkpoint(checkpoints: Mapping[Path, Manifest], best: Best) -> Path | None:
-    """Return the folder with the best value, the earliest of equals; a NaN is never the best."""
+    """Return the folder with the best value, the earliest among equals. A NaN is never the best."""
     sign = 1 if best.mode == "min" else -1
     scored = [
         (sign * manifest.metrics[best.metric], manifest.sequence, folder)
@@ -392,7 +392,7 @@ def milestones(checkpoints: Mapping[Path, Manifest], every: Time) -> set[Path]:
 def to_remove(
     checkpoints: Mapping[Path, Manifest], *, keep: int | None, best: Best | None = None, keep_every: Time | None = None
 ) -> list[Path]:
-    """Return the folders that need not stay, oldest first; `keep=None` keeps all."""
+    """Return the folders that can be removed, oldest first. `keep=None` keeps all."""
     if keep is None:
         return []
     newest_first = sorted(checkpoints, key=lambda folder: checkpoints[folder].sequence, reverse=True)

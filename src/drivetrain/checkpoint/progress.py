@@ -1,8 +1,7 @@
-"""How far a run is, also after a restore, and whether another save is due.
+"""The progress of a run, also after a restore, and whether another save is due.
 
-A State brings its clock and every unit is counted there. A hand-written loop has no clock: then calls of
-`Checkpointer.step()` count as batches and as optimizer steps, an integer attribute `epoch` of the Context counts
-epochs, and seconds run by themselves.
+A State has a clock that counts every unit. A hand-written loop has no clock: then calls of `Checkpointer.step()` count as batches
+and as optimizer steps, an integer attribute `epoch` of the Context counts epochs, and seconds are measured.
 """
 
 import time
@@ -46,11 +45,11 @@ class Progress:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start, earlier parts of a resumed run included."""
+        """Seconds since the start, including earlier parts of a resumed run."""
         return self._earlier_seconds + time.monotonic() - self._started
 
     def check_unit(self, wanted: Time, where: str) -> None:
-        """Reject a time that is not counted here."""
+        """Raise for a time in a unit that is not counted here."""
         if self._read(wanted.unit) is None:
             known = [unit for unit in TimeUnit if self._read(unit) is not None]
             raise ConfigError(
@@ -60,7 +59,7 @@ class Progress:
             )
 
     def follows_wall_clock(self, unit: TimeUnit) -> bool:
-        """Return whether a unit is counted by this rank's own clock: seconds, and shares of a run that lasts so many of them."""
+        """Return whether a unit is counted by this rank's own clock: seconds, and shares of a run with a length in seconds."""
         whole = getattr(self._source, "max_duration", None)
         return unit is TimeUnit.SECOND or (
             unit is TimeUnit.DURATION and isinstance(whole, Time) and whole.unit is TimeUnit.SECOND
@@ -72,24 +71,24 @@ class Progress:
         return 0 if value is None else value
 
     def snapshot(self) -> dict[str, float]:
-        """Return the counters that are known, for the manifest."""
+        """Return the known counters, for the manifest."""
         values = {unit: self._read(TimeUnit(unit)) for unit in _CLOCK_FIELDS}
         return {unit: value for unit, value in values.items() if value is not None}
 
     def resume(self, saved: Mapping[str, float]) -> None:
-        """Go on from the counters of a checkpoint, and let later ones of the same source do so too."""
+        """Continue from the counters of a checkpoint, and make later ones of the same source do so too."""
         with suppress(TypeError):
             _continued[self._source] = dict(saved)
         self.load(saved)
 
     def load(self, saved: Mapping[str, float]) -> None:
-        """Take over saved counters."""
+        """Load saved counters."""
         self.num_calls = int(saved.get("ba", 0))
         self._earlier_seconds = float(saved.get("sec", 0.0))
         self._started = time.monotonic()
 
     def checkpoint_id(self) -> str:
-        """Name the present moment: `ep3-ba1200` where epochs are counted, else `ba1200`."""
+        """Return a name for the current position: `ep3-ba1200` if epochs are counted, else `ba1200`."""
         epoch = self._read(TimeUnit.EPOCH)
         batch = f"ba{int(self.value(TimeUnit.BATCH))}"
         return batch if epoch is None else f"ep{int(epoch)}-{batch}"
@@ -121,12 +120,12 @@ class Schedule:
         self.reset()
 
     def reset(self) -> None:
-        """Count from the present moment, after a restore."""
+        """Count from the current position, after a restore."""
         if self._interval is not None:
             self._interval.count_from(self._progress.value(self._interval.every.unit))
 
     def is_due(self) -> bool:
-        """Return whether a multiple was passed; ask at a step boundary, on every rank."""
+        """Return whether a multiple was passed. Call it at a step boundary, on every rank."""
         if self._interval is None:
             return False
         unit = self._interval.every.unit
@@ -138,7 +137,7 @@ class Schedule:
         return due
 
     def finish(self) -> None:
-        """Wait for the reduction in flight, so that none is left when the group goes."""
+        """Wait for the pending reduction, so that none is left when the group is destroyed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending()
@@ -146,7 +145,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """A state that has been restored."""
+    """A restored state."""
 
     path: Path
     manifest: Manifest | None = None
@@ -191,6 +190,6 @@ class Restored:
         return 0.0 if self.manifest is None else float(self.manifest.progress.get("sec", 0.0))
 
     def apply_rng(self) -> None:
-        """Set the random generators once more, just before the first step that continues the run."""
+        """Restore the random generators again, just before the first step that continues the run."""
         if self.rng is not None:
             restore_rng(self.rng)

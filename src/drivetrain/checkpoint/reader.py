@@ -1,14 +1,13 @@
-"""Find, verify and read checkpoints: the newest valid one wins.
+"""Find, verify and read checkpoints: the newest valid one is used.
 
-Candidates are ordered by the `sequence` in their manifests, never by file times. Each is verified before anything of
-it is used; one that fails is logged with the file and the reason, and the next one is tried. On several ranks every
-rank hashes its share of the files and all learn of every failure, so that all of them take the same checkpoint.
+Candidates are ordered by the `sequence` in their manifests, never by file times. Each is verified before anything of it is used.
+One that fails is logged with the file and the reason, and the next one is tried. On several ranks every rank hashes its share of
+the files and all ranks get every failure, so that all of them use the same checkpoint.
 
-A run may go on writing while its checkpoints are read. It makes the new one before it removes the old one, so one is always there, but not
-always the one that a reader has just seen: a reader whose checkpoint was replaced or removed in between looks again.
+A run may continue to write while its checkpoints are read. It creates the new one before it removes the old one, so one always
+exists, but not always the one that a reader has just found: a reader whose checkpoint was replaced or removed looks again.
 
-Files of other programs load too: `.pt` and `.pth` through `torch.load(weights_only=True)`, `.safetensors` as a dict
-of tensors.
+Files of other programs load too: `.pt` and `.pth` through `torch.load(weights_only=True)`, `.safetensors` as a dict of tensors.
 """
 
 import logging
@@ -60,7 +59,7 @@ LiveState = Callable[[], object]
 
 
 class Rejected(NamedTuple):
-    """A checkpoint that was passed over, and why."""
+    """A checkpoint that was skipped, and why."""
 
     path: Path
     reason: str
@@ -96,7 +95,9 @@ class CheckpointReader:
     """Whether each rank continues with its own values, or with new ones if the number of ranks has changed."""
 
     def read_at(self, find: Callable[[], "CheckpointPath"]) -> Loaded:
-        """Read what `find` gives on rank 0, again when it gives something else afterwards: a pointer may be switched during the read."""
+        """Read what `find` returns on rank 0, and again if it returns something else afterwards: a pointer may change during the
+        read.
+        """
         begun = time.monotonic()
         while True:
             place = self.exchange.first(find)
@@ -126,7 +127,7 @@ class CheckpointReader:
             )
 
     def read_newest(self, directory: Path) -> Loaded:
-        """Read the newest valid checkpoint of a folder; damaged ones are logged and listed in the result."""
+        """Read the newest valid checkpoint of a folder. Damaged ones are logged and listed in the result."""
         begun = time.monotonic()
         while True:
             names, broken = self.exchange.first(lambda: _newest_first(directory))
@@ -285,7 +286,7 @@ def read_safetensors(path: Path, map_location: object = "cpu") -> dict[str, Tens
 
 
 def read_torch_file(path: Path, map_location: Any = "cpu") -> Any:
-    """Read a `.pt` file of tensors and plain containers; one that would run code is rejected."""
+    """Read a `.pt` file of tensors and plain containers. A file that would run code is rejected."""
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -299,7 +300,7 @@ def read_torch_file(path: Path, map_location: Any = "cpu") -> Any:
 
 
 class CheckpointPath(NamedTuple):
-    """Where a checkpoint is to be found: a file, one folder, or the folder that holds several."""
+    """Where a checkpoint is: a file, one folder, or the folder that holds several."""
 
     kind: Literal["file", "checkpoint", "directory"]
     path: Path

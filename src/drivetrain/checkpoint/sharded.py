@@ -27,7 +27,7 @@ from drivetrain.core.errors import CheckpointError
 
 
 def own_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the parts this rank writes, and the header that says where they belong.
+    """Return the parts that this rank writes, and the header with their positions.
 
     Of equal replicas the first rank along each replicating axis writes; a rank may have nothing to write.
     """
@@ -52,7 +52,7 @@ def own_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[st
 
 
 def read_parts(folder: Path, names: Iterable[str], live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Read the named tensors from a folder of parts, each laid out as its live counterpart is, or whole without one.
+    """Read the named tensors from a folder of parts, each with the layout of its live counterpart, or full without one.
 
     Everything lands in host memory: a restored copy on the device next to the live one could need more memory than there is.
     """

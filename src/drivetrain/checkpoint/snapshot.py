@@ -40,7 +40,7 @@ def take_snapshot(
     metrics: Mapping[str, object] | None = None,
     progress: Mapping[str, float] | None = None,
 ) -> Snapshot:
-    """Take a source apart for this rank; tensors are those of the source, not copies.
+    """Split a source into the parts that this rank saves. Tensors are those of the source, not copies.
 
     Ranks that save a Context together meet here. Usually all of them hold the same names and rank 0 keeps the tensors;
     where they differ (stages of a pipeline) each keeps its own. `folder` is where the checkpoint goes: what only grows is in a file there.
@@ -129,7 +129,7 @@ def _written_here(sharded: Mapping[str, Tensor], exchange: RankExchange) -> dict
 
 
 def checked_metrics(metrics: Mapping[str, object] | None) -> dict[str, float]:
-    """Return metrics as plain numbers; a one-element tensor is read (which waits for its device)."""
+    """Return metrics as plain numbers. A one-element tensor is read, which waits for its device."""
     numbers: dict[str, float] = {}
     for name, value in (metrics or {}).items():
         try:
@@ -143,7 +143,7 @@ def checked_metrics(metrics: Mapping[str, object] | None) -> dict[str, float]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions a reader may want to know."""
+    """Return the versions to store."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -186,21 +186,21 @@ def _packed_or_text(value: object) -> object:
 
 
 class SideFile(Protocol):
-    """An item whose values are in a file of the checkpoints' folder."""
+    """An item whose values are in a file in the checkpoint folder."""
 
     def prepare_side_file(self, folder: Path) -> tuple[Any, Callable[[], None]]:
-        """Return the reference to all values up to now, and what writes and flushes them."""
+        """Return the reference to all values so far, and a function that writes and flushes them."""
 
     def referring_to(self, reference: object) -> AbstractContextManager[None]:
-        """Let `state_dict` return this reference."""
+        """Make `state_dict` return this reference."""
 
     def reading_from(self, folder: Path) -> AbstractContextManager[None]:
-        """Let `load_state_dict` look up references in a folder."""
+        """Make `load_state_dict` look up references in a folder."""
 
 
 @contextmanager
 def referring(source: object, folder: Path | None, exchange: RankExchange) -> Iterator[Callable[[], None] | None]:
-    """Take a state with a reference to the side file, if there is one; gives what writes that file on rank 0."""
+    """Take a state with a reference to the side file, if there is one. Yield the function that writes that file on rank 0."""
     item: SideFile | None = getattr(source, "_side_file", None)
     if item is None or folder is None:
         yield None
@@ -242,14 +242,14 @@ Merge = Callable[..., object]
 
 
 class RankState(NamedTuple):
-    """The random state of one rank's process, and its own values by name."""
+    """The random state of one rank, and its own values by name."""
 
     rng: StateDict
     local: StateDict
 
 
 def local_test(source: object) -> IsLocal:
-    """Return the test for values of `source` that belong to one rank alone."""
+    """Return the test for values of `source` that belong to one rank only."""
     patterns = (*getattr(source, "rank_local", ()), *getattr(source, "_rank_local", ()))
 
     def is_local(path: str, value: object) -> bool:
@@ -261,13 +261,13 @@ def local_test(source: object) -> IsLocal:
 
 
 def merges_of(source: object) -> dict[str, Merge]:
-    """Return the functions of `source` that make one rank's value out of those of another number of ranks, by pattern."""
+    """Return the functions of `source` that compute one rank's value from those of another number of ranks, by pattern."""
     patterns = getattr(source, "_rank_local", ())
     return dict(patterns) if isinstance(patterns, Mapping) else {}
 
 
 def rank_tensors(local: Mapping[str, object]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return what goes into this rank's file: tensors, and a header with their structure."""
+    """Return the content of this rank's file: tensors, and a header with their structure."""
     flat = flatten({"rng": capture_rng(), "local": dict(local)})
     return flat.tensors, {_KEY: flat.to_json().decode()}
 
@@ -292,7 +292,7 @@ def read_rank(folder: Path, rank: int) -> RankState:
 def state_for_rank(
     folder: Path, manifest: Manifest, rank: int, size: int, merges: Mapping[str, Merge] | None = None
 ) -> RankState:
-    """Return what this rank continues with."""
+    """Return the state that this rank continues with."""
     if size == manifest.world_size:
         return read_rank(folder, rank)
     saved = [read_rank(folder, other) for other in range(manifest.world_size)]

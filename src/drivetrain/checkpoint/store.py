@@ -38,7 +38,7 @@ from drivetrain.runtime.run import current_run
 def save_checkpoint(
     state_dict: object, id: object, *, path: str | Path | None = None, metric: float | None = None
 ) -> Path:
-    """Save a dict or a Context as `checkpoint-<id>` and return that folder; call it on every rank.
+    """Save a dict or a Context as `checkpoint-<id>` and return that folder. Call it on every rank.
 
     Of a plain dict rank 0 writes its own and the other ranks continue at once. A Context, or a dict with sharded tensors, is saved by
     all ranks together.
@@ -67,7 +67,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | Path, *, map_location: object = "cpu", verify: str = "full") -> StateDict:
-    """Return the state that was saved. Each rank reads for itself; tensors that were split over ranks come whole.
+    """Return a saved state. Each rank reads separately, and tensors that were split over ranks are returned in full.
 
     Args:
         path: a checkpoint, a run folder (the newest valid one), `"last"` or `"best"` of the current run, a `.safetensors` file, or a `.pt`
@@ -100,7 +100,7 @@ def load_checkpoint(path: str | Path, *, map_location: object = "cpu", verify: s
 
 
 def state_of(loaded: Loaded) -> Any:
-    """Return the state as it was given: a dict unpacked, a Context's as its `load_state_dict` takes it."""
+    """Return the state in its original form: a dict, or what a Context's `load_state_dict` takes."""
     return unpack(loaded.state) if loaded.kind == "dict" else loaded.state
 
 

@@ -58,7 +58,7 @@ IsLocal = Callable[[str, object], bool]
 
 @dataclass
 class FlatState:
-    """A state taken apart: JSON structure, whole tensors, tensors split over ranks, values of this rank alone."""
+    """A state split into JSON structure, full tensors, tensors split over ranks, and this rank's own values."""
 
     structure: object = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class FlatState:
 
 
 def flatten(state: object, *, is_local: IsLocal | None = None) -> FlatState:
-    """Take a state apart; a value `is_local` claims is kept aside under its name for the file of this rank."""
+    """Split a state into its parts. Values that `is_local` selects go to the file of this rank."""
     flattener = _Flattener(is_local)
     flattener.flat.structure = flattener.encode(state)
     return flattener.flat
@@ -105,12 +105,12 @@ def tensor_names(structure: object) -> set[str]:
 
 
 def unflatten(structure: object, tensors: Mapping[str, Tensor], local: Mapping[str, object] | None = None) -> Any:
-    """Build the state again; `local` gives the values of this rank by name."""
+    """Rebuild the state. `local` gives the values of this rank by name."""
     return _Builder(tensors, local or {}).decode(structure)
 
 
 def parse_structure(data: bytes, where: str) -> Any:
-    """Read JSON from an untrusted file: only size, depth and syntax can be wrong with it."""
+    """Read JSON from an untrusted file. Only its size, depth and syntax can be wrong."""
     if len(data) > STATE_LIMIT:
         raise CheckpointError(f"{where} is larger than {STATE_LIMIT:,} bytes")
     try:

@@ -1,10 +1,10 @@
-"""Write one checkpoint so that it either exists whole or does not exist.
+"""Write one checkpoint atomically.
 
-Everything is written aside (`.tmp-*`) and flushed, the manifest last; when every rank has reported its files, one
-rename makes the folder a checkpoint, and the pointers follow. A process may die at any instant: what it leaves is an
-earlier checkpoint and perhaps rubbish whose name begins with a dot, which the next save sweeps away. The temporary
-folder is locked while it is being written, and the lock goes with the process, so sweeping never takes a folder from
-a writer that lives.
+Everything is written to a temporary folder (`.tmp-*`) and flushed, the manifest last. When every rank has reported its files, one
+rename turns the folder into a checkpoint, and the pointers are updated. A process may die at any moment: it leaves an earlier
+checkpoint and possibly temporary files whose names begin with a dot, which the next save removes. The temporary folder is locked
+while it is being written, and the lock is released when the process ends, so the cleanup never removes a folder that is still
+being written.
 """
 
 import logging
@@ -61,7 +61,7 @@ SPARE = 2**20
 
 
 class WriteFailedError(CheckpointError):
-    """The disk did not take a checkpoint; the earlier ones are untouched.
+    """A checkpoint could not be written. Earlier ones are untouched.
 
     A permanent failure (a folder that is gone or read-only) does not go away by itself, so that trying again is of no use.
     """
@@ -73,7 +73,7 @@ class WriteFailedError(CheckpointError):
 
 @dataclass(kw_only=True)
 class Snapshot:
-    """All that one rank puts into a checkpoint, taken at one moment."""
+    """Everything that one rank puts into a checkpoint, taken at one moment."""
 
     state: bytes
     """The text of `state.json`; rank 0's is written."""
@@ -100,7 +100,7 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """What this rank is about to write."""
+        """The bytes that this rank writes."""
         tensors = [tensor for part in self.parts().values() for tensor in part.values()]
         return len(self.state) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -108,7 +108,7 @@ class Snapshot:
 def write_checkpoint(
     directory: Path, id: object, snapshot: Snapshot, exchange: RankExchange | None = None, *, best: Best | None = None
 ) -> Path:
-    """Write a checkpoint into `directory` and return its folder; called on every rank of the exchange.
+    """Write a checkpoint into `directory` and return its folder. Called on every rank of the exchange.
 
     A disk that fails raises `WriteFailedError` on all ranks and leaves nothing behind.
     """
@@ -163,14 +163,14 @@ def _make_locked(directory: Path, name: str) -> tuple[Path, int | None]:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what dead writers left, and restore a checkpoint whose replacement never came."""
+    """Remove temporary files of dead processes, and restore a checkpoint whose replacement was interrupted."""
     for path in directory.glob(f"{ASIDE}{PREFIX}*"):
         home = directory / path.name.removeprefix(ASIDE)
         if home.exists():
             remove_folder(path)
         else:
             os.replace(path, home)
-            logger.warning("an interrupted save had moved %s aside; it is restored.", home)
+            logger.warning("%s was moved aside by an interrupted save and has been restored.", home)
     for path in directory.glob(f"{REMOVED}*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in directory.glob(f"{TEMPORARY}*"):
@@ -188,7 +188,7 @@ def sweep(directory: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a checkpoint in one step as seen by readers: it is renamed away first."""
+    """Remove a checkpoint atomically for readers: it is renamed first."""
     gone = path.with_name(f"{REMOVED}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
     os.replace(path, gone)
     shutil.rmtree(gone, ignore_errors=True)
@@ -276,7 +276,7 @@ def _rename_in(temporary: Path, target: Path) -> None:
 
 
 def known_checkpoints(directory: Path) -> Mapping[Path, Manifest]:
-    """Return the checkpoints here whose manifest is whole, oldest first; files are not looked at."""
+    """Return the checkpoints here that have a valid manifest, oldest first. Files are not checked."""
     known: dict[Path, Manifest] = {}
     for folder in checkpoint_folders(directory):
         try:
@@ -305,13 +305,13 @@ def _fail_together(outcome: AttemptResults, name: str, directory: Path) -> None:
 
 
 class HostBuffers:
-    """Host memory for one snapshot at a time, kept from save to save."""
+    """Host memory for one snapshot at a time, reused between saves."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], Tensor] = {}
 
     def stage(self, snapshot: Snapshot) -> Callable[[], None]:
-        """Copy the snapshot's tensors into host buffers; the returned function waits until all of them have arrived.
+        """Copy the snapshot's tensors into host buffers. The returned function waits until all copies are complete.
 
         After this the values of the snapshot no longer change with the live ones. Copies from a device are in its
         stream, so later work on that stream cannot overtake them.
@@ -342,7 +342,7 @@ class HostBuffers:
 
 
 class BackgroundJob:
-    """One job at a time in a thread; what it raises is kept for the main thread.
+    """One job at a time in a thread. Its error is kept for the main thread.
 
     The thread is not a daemon: a program that ends waits for its last checkpoint.
     """
@@ -357,19 +357,19 @@ class BackgroundJob:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, job: Callable[[], object], name: str) -> None:
-        """Run a job in the background; the one before must have been waited for."""
+        """Run a job in the background. The previous one must have ended."""
         assert not self.is_busy
         self._thread = threading.Thread(target=self._run, args=(job, name), name=f"drivetrain {name}")
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for the job in flight."""
+        """Wait for the current job."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def take_error(self) -> BaseException | None:
-        """Return what a finished job raised, once."""
+        """Return the error of a finished job, once."""
         error, self._error = self._error, None
         return error
 

@@ -69,6 +69,6 @@ def _on_some(func: Callable[P, R], is_chosen: Callable[[], bool]) -> Callable[P,
         try:
             return func(*args, **kwargs) if is_chosen() else None
         finally:
-            distributed_barrier()  # also after an error, so that no process waits for ever
+            distributed_barrier()  # also after an error, so that no process waits forever
 
     return restricted

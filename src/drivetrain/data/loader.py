@@ -204,7 +204,7 @@ class SmartDataLoader(DataLoader[T_co]):
 
     @property
     def sample_index(self) -> Tensor | None:
-        """Dataset indices of the rows of the batch in hand, padding included; None where the order has none.
+        """Dataset indices of the rows of the current batch, padding included; None where the order has none.
 
         It is on the device where the data is gathered there, else on the CPU; reading it does not synchronize.
         """

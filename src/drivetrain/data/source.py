@@ -229,7 +229,7 @@ class Cursor:
         self.started = False
         """Whether an iterator has claimed this position; the next one then begins the next epoch."""
         self.info: BatchInfo | None = None
-        """The batch in hand."""
+        """The current batch."""
         self.sampler: object = None
         """What the user's sampler needs to draw the stream of this epoch again."""
         self.stream = stream
@@ -239,7 +239,7 @@ class Cursor:
 
     @property
     def position(self) -> int:
-        """Samples received in this epoch by all ranks together; the batch in hand counts."""
+        """Samples received in this epoch by all ranks together; the current batch counts."""
         return self.start if self.info is None else self.info.end
 
 

@@ -206,7 +206,7 @@ def open_multihead(block: nn.Module) -> None:
             continue
         if module.bias_k is not None or module.add_zero_attn:
             raise ConfigError(
-                f"sequence_parallel: the attention {name!r} adds keys of its own (add_bias_kv, add_zero_attn), which have no position. "
+                f"sequence_parallel: the attention {name!r} adds its own keys (add_bias_kv, add_zero_attn), which have no position. "
                 "Build it without them."
             )
         object.__setattr__(module, "__class__", subclass_of(type(module), SequenceMultihead))

@@ -24,7 +24,7 @@ _KEY = "_pieces"
 
 
 class Pieces:
-    """What the modules of one model share: the ranks, and whether the block in hand runs on pieces."""
+    """What the modules of one model share: the ranks, and whether the current block runs on pieces."""
 
     def __init__(self, mesh: "DeviceMesh"):
         self.mesh = mesh

@@ -62,7 +62,7 @@ class Stepper:
         self.axes: dict[str, int] = {}
         """The axes along which ranks work on the same samples: their open windows cannot be moved to other ranks."""
         self.synchronises = True
-        """Whether the backward of the batch in hand averages over ranks."""
+        """Whether the backward of the current batch averages over ranks."""
         self.was_skipped: bool | Tensor = False
         """Whether the last update was skipped; for a fused optimizer a flag on the device."""
         self.is_finished = False

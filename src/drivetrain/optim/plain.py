@@ -122,7 +122,7 @@ class SetStepper(Stepper):
     ):
         super().__init__(units, window, policy=policy)
         self._clock = clock
-        self._weight: Count = 1.0  # of the batch in hand, relative to the first one of the run
+        self._weight: Count = 1.0  # of the current batch, relative to the first one of the run
 
     def prepare(self, *, is_split: bool = False, is_exchanged: bool = False, tests: bool = True) -> None:
         """Decide what can be decided once, when optimizer and model are final."""

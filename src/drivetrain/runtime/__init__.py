@@ -1,7 +1,7 @@
 """Where this process runs: device, ranks, process group, launching, seeds, and the run it belongs to.
 
-Flat functions that read the environment or torch and keep almost no state of their own, so that every folder above may
-ask the same question and get the same answer, with or without other processes.
+These are plain functions that read the environment or torch and keep almost no state, so that every folder above gets the same
+answer, with or without other processes.
 """
 
 from drivetrain.core.lazy import lazy_exports

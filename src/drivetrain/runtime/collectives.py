@@ -1,9 +1,9 @@
-"""What processes exchange: values from rank 0, values of all ranks, rows of all ranks, a shared yes.
+"""What processes exchange: values from rank 0, values of all ranks, rows of all ranks, a common decision.
 
-Without a process group every function returns what one process would see. Control messages travel over a gloo group on
-the CPU, so that they neither wait for the device nor mix with its traffic; tensors travel on their own device where the
-group can carry them. Plain values travel as text in the codec's JSON form. An object of another class (a dataclass of ours such as a kept
-plan, or what a user's program sends) travels pickled, because only its class can rebuild it; all ranks run the same program.
+Without a process group every function returns what a single process would see. Control messages use a gloo group on the CPU, so
+that they neither wait for the device nor mix with its traffic. Tensors are sent on their own device if the group supports it.
+Plain values are sent as text in the codec's JSON form. An object of another class (a dataclass of ours such as a cached plan, or
+what a user's program sends) is pickled, because only its class can rebuild it; all ranks run the same program.
 """
 
 import json
@@ -44,7 +44,7 @@ class _TensorSlot(NamedTuple):
 
 
 def control_group() -> dist.ProcessGroup | None:
-    """Return the CPU group for control messages: the default group where that is gloo, None without a group.
+    """Return the CPU group for control messages: the default group if that is gloo, None without a group.
 
     The first call on an accelerator's group makes the second group, which is a collective; `init_distributed` makes it.
     """
@@ -76,7 +76,7 @@ def forget_groups() -> None:
 
 
 def distributed_barrier() -> None:
-    """Wait until every process has come here; nothing without a group."""
+    """Wait until every process has reached this call. Without a group it returns at once."""
     group = control_group()
     if group is not None:
         # A one-element sum instead of dist.barrier, which would look for an accelerator and may pick the wrong one.
@@ -89,7 +89,7 @@ def agree_any(flag: bool) -> bool:
 
 
 def start_agree_any(flag: bool) -> Callable[[], bool]:
-    """Ask all ranks without waiting; the returned function waits and returns whether any of them said True.
+    """Start to ask all ranks without waiting. The returned function waits and returns whether any of them passed True.
 
     Started at the start of a step and read at its end, the answer is there by then and no rank waits.
     """
@@ -115,7 +115,7 @@ def all_gather_values(value: T) -> list[T]:
 
 
 def gather_objects(value: T, group: "dist.ProcessGroup | None") -> list[T]:
-    """Return the values of all ranks of a group, in rank order; one that cannot be sent raises on all of them."""
+    """Return the values of all ranks of a group, in rank order. A value that cannot be sent raises on all of them."""
     gathered: list[T] = []
     for rank, message in enumerate(_gather_bytes(_encoded(value), group)):
         if message[0] == _UNSENDABLE:
@@ -125,7 +125,7 @@ def gather_objects(value: T, group: "dist.ProcessGroup | None") -> list[T]:
 
 
 def broadcast_from_master(value: object) -> Any:
-    """Return rank 0's value on every rank: the kind it was given, tensors on the same kind of device.
+    """Return rank 0's value on every rank, with the same types. Tensors are on the same kind of device.
 
     Numbers, strings, None and nested dicts, lists and tuples of them travel as they are; tensors may be anywhere
     within. What other ranks pass does not matter.
@@ -146,7 +146,7 @@ def broadcast_from_master(value: object) -> Any:
 
 
 def gather_rows(tensor: Tensor) -> Tensor:
-    """Return the rows of all data ranks, in order of rank, on every rank; their numbers of rows may differ.
+    """Return the rows of all data ranks, in rank order, on every rank. The numbers of rows may differ.
 
     An empty tensor without further dimensions fits rows of any shape, so that a rank without results need not know
     theirs.

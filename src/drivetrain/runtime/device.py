@@ -1,7 +1,7 @@
-"""Which device this process computes on, and what the machine has.
+"""Which device this process uses, and what the machine has.
 
-A device given by name must be there; only `auto` falls back to the CPU. Under a launcher a device without a number
-means this process's own one, by its local rank.
+A device given by name must exist; only `auto` falls back to the CPU. Under a launcher a device without a number means the device
+of this process's local rank.
 """
 
 import math
@@ -21,7 +21,7 @@ KNOWN = ("auto", "cpu", "cuda", "gpu", "mps", "xpu", "meta")
 
 
 def choose_device(spec: str | torch.device | None = "auto") -> torch.device:
-    """Return the device to compute on: `auto` (or None) is this process's accelerator, else the CPU.
+    """Return the device to use: `auto` (or None) is this process's accelerator, else the CPU.
 
     >>> choose_device("cpu")
     device(type='cpu')
@@ -112,7 +112,7 @@ def _absent(kind: str) -> str:
 
 
 def usable_cpus() -> int:
-    """Return how many CPUs this process may use: its affinity, and its container's quota."""
+    """Return how many CPUs this process may use, by its affinity and its container's quota."""
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     return max(1, min(count, _cpu_quota() or count))
@@ -128,7 +128,7 @@ def _cpu_quota() -> int | None:
 
 
 def device_memory(device: str | torch.device | None = "auto") -> tuple[int, int]:
-    """Return the free and the total bytes of a device; free includes what torch's cache can give back."""
+    """Return the free and the total bytes of a device. Free memory includes what torch's cache can release."""
     chosen = choose_device(device)
     if chosen.type == "cpu":
         return _host_memory()
@@ -164,7 +164,7 @@ _MAX_LAG = 2
 
 
 class AsyncReadback:
-    """Scalars on their way from the device to the host, in order.
+    """Copies scalars from the device to the host, in order, without waiting.
 
     >>> readback = AsyncReadback()
     >>> readback.push(torch.tensor(0.5), tag="step 1")
@@ -179,7 +179,7 @@ class AsyncReadback:
         self._free: list[tuple[Tensor | None, Any]] = []  # pinned places and events to use again
 
     def push(self, tensor: Tensor | float, tag: Any = None) -> None:
-        """Send a scalar to the host; `tag` comes back with it."""
+        """Send a scalar to the host. `tag` is returned with it."""
         if not isinstance(tensor, Tensor):
             self._arrived.append((tag, float(tensor)))
             return
@@ -201,7 +201,7 @@ class AsyncReadback:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is on its way."""
+        """Whether no scalar is pending."""
         return not self._pending
 
     def poll(self) -> list[tuple[Any, float]]:
@@ -212,12 +212,12 @@ class AsyncReadback:
         return arrived
 
     def overdue(self) -> list[tuple[Any, float]]:
-        """Return what pushing had to wait for since the last call. Its lag is fixed, so all ranks get the same at the same step."""
+        """Return what `push` had to wait for since the last call. The lag is fixed, so all ranks get the same at the same step."""
         arrived, self._arrived = self._arrived, []
         return arrived
 
     def drain(self) -> list[tuple[Any, float]]:
-        """Wait for everything that was pushed and return it; for the end of an epoch."""
+        """Wait for everything that was pushed and return it, for the end of an epoch."""
         while self._pending:
             self._take(wait=True)
         return self.poll()

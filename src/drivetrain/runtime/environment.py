@@ -37,12 +37,12 @@ class LaunchedWorld:
 
     @property
     def is_one_machine(self) -> bool:
-        """Whether all processes are known to be on this machine, so that nothing needs to listen beyond it."""
+        """Whether all processes are known to be on this machine, so that nothing needs to listen on other interfaces."""
         return self.master_addr in LOOPBACK or self.local_world_size == self.world_size
 
 
 def launched_world(environment: Mapping[str, str] | None = None) -> LaunchedWorld | None:
-    """Return the world a launcher describes, None when this process was started on its own.
+    """Return the world that a launcher describes, None if this process was started alone.
 
     >>> launched_world({"RANK": "1", "WORLD_SIZE": "2"}).rank
     1
@@ -56,7 +56,7 @@ def launched_world(environment: Mapping[str, str] | None = None) -> LaunchedWorl
 
 
 def in_launched_process() -> bool:
-    """Return whether a launcher started this process, so that it joins a world and starts no further processes."""
+    """Return whether a launcher started this process. It then joins that world and starts no further processes."""
     return launched_world() is not None
 
 
@@ -165,7 +165,7 @@ POLL_SECONDS = 1.0
 
 
 def end_with_parent(signal_number: int | None = None, grace: float = 30.0) -> None:
-    """End this process when its parent has died: by a signal first, which may save, and `grace` seconds later at once.
+    """End this process when its parent has died: first by a signal, so that it can save, and `grace` seconds later by force.
 
     Without a signal it ends at once. A process that `multiprocessing` did not start has no parent to watch.
     """

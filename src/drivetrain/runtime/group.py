@@ -1,8 +1,7 @@
-"""Joining and leaving the process group.
+"""Join and leave the process group.
 
-The environment describes the world; this file checks that it is complete, chooses the backend for the device, and
-starts torch's process group once. Everything is checked before the first connection, because a world that does not fit
-its environment would otherwise only wait.
+The environment describes the world. This file checks that it is complete, chooses the backend for the device, and starts torch's
+process group once. Everything is checked before the first connection, because a wrong environment would otherwise hang.
 """
 
 import atexit
@@ -21,7 +20,7 @@ from drivetrain.runtime.store import has_private_store, keep_to_loopback, open_s
 
 
 def init_distributed(backend: str | None = None, timeout: float | timedelta | None = None) -> None:
-    """Join the process group the launcher describes; a second call changes nothing.
+    """Join the process group that the launcher describes. A second call changes nothing.
 
     `backend` None means nccl for CUDA (with gloo for CPU tensors), gloo for the CPU, else torch's choice for the
     device; `timeout` is in seconds, None is torch's default.
@@ -59,14 +58,14 @@ def init_distributed(backend: str | None = None, timeout: float | timedelta | No
 
 
 def join_launched_world(device: torch.device) -> None:
-    """Join the group when a launcher has started several processes, so that none of them trains a copy of its own."""
+    """Join the group if a launcher started several processes, so that they do not train separate copies."""
     world = launched_world()
     if world is not None and world.world_size > 1:
         init_distributed("gloo" if device.type == "cpu" else None)
 
 
 def destroy_group() -> None:
-    """Leave the process group and forget what belonged to it; nothing without a group."""
+    """Leave the process group and clear what belonged to it. Without a group it does nothing."""
     if is_distributed():
         dist.destroy_process_group()
     forget_groups()

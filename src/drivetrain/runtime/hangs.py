@@ -1,9 +1,9 @@
-"""Ending a job in which a rank hangs, and naming a rank that is slow.
+"""End a job in which a rank hangs, and name a rank that is slow.
 
-A rank that waits for data, for a lock or in an endless loop makes all others wait for it in a collective, often for hours and without a
-message. In each rank a thread looks at a counter that the training loop increments anyway. When it has not changed for a limit, the
-thread prints the stacks of its process and ends it with `HANG_STATUS`, after the threads of the other ranks had a moment to do the
-same. They find each other through the store of the process group, so the training step does nothing for any of this.
+A rank that waits for data, for a lock or in an endless loop makes all others wait in a collective, often for hours and without a
+message. In each rank a thread reads a counter that the training loop increments anyway. If it has not changed for the time limit,
+the thread prints the stacks of its process and ends it with `HANG_STATUS`, after the threads of the other ranks had a moment to
+do the same. They communicate through the store of the process group, so this adds nothing to the training step.
 """
 
 import itertools
@@ -55,13 +55,13 @@ _numbers = itertools.count()
 
 
 class Watched(Protocol):
-    """What the watch reads of a run, from its own thread."""
+    """What the watch reads from a run, in its own thread."""
 
     def position(self) -> tuple[int, ...]:
         """Return counters, one of which changes whenever the run makes progress. The first counts batches."""
 
     def describe(self) -> str:
-        """Return where the run is, for people."""
+        """Return where the run is, as text."""
 
     def times(self) -> tuple[int, float, float]:
         """Return batches, the seconds of them before this rank first waited for another one, and all their seconds."""
@@ -87,7 +87,7 @@ class Straggler:
 
 
 def hang_limit(given: float | None) -> float | None:
-    """Return after how many seconds without progress to end: as given, by the environment, or the default of several processes."""
+    """Return the seconds without progress after which to end: as given, from the environment, or the default for several processes."""
     if given is not None:
         return given or None
     text = os.environ.get(HANG_VARIABLE)
@@ -98,12 +98,12 @@ def hang_limit(given: float | None) -> float | None:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise ConfigError(f"{HANG_VARIABLE}={text!r}: expected a number of seconds, or 0 to wait for ever.")
+        raise ConfigError(f"{HANG_VARIABLE}={text!r}: expected a number of seconds, or 0 to wait forever.")
     return seconds or None
 
 
 class RankWatch:
-    """Watches this rank's progress while entered. `limit` None only compares the times of ranks."""
+    """Watches this rank's progress inside its context. `limit` None only compares the times of ranks."""
 
     def __init__(self, watched: Watched, limit: float | None):
         self._watched, self._limit = watched, limit
@@ -216,7 +216,7 @@ class RankWatch:
 
 
 def find_straggler(seconds: list[float], step: float) -> Straggler | None:
-    """Return the rank whose own part of a step is longest, if it delays the step by enough.
+    """Return the rank whose own part of a step takes longest, if it delays the step enough.
 
     >>> find_straggler([0.1, 0.1, 0.4], step=0.5).rank
     2

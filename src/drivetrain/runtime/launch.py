@@ -1,8 +1,8 @@
-"""Running a function on several processes of this machine, through torch's elastic agent.
+"""Run a function on several processes of this machine, through torch's elastic agent.
 
-The process that calls `launch` becomes the agent: it starts the workers, restarts them if requested, and returns their
-results or fails with the traceback of the worker that failed first. Inside a process that a launcher has started
-already, the function is just called, so that a program may launch itself and still be started by torchrun or srun.
+The process that calls `launch` becomes the agent: it starts the workers, restarts them if requested, and returns their results or
+fails with the traceback of the worker that failed first. In a process that a launcher has already started, the function is just
+called, so that a program may launch itself and still be started by torchrun or srun.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
 class WorkerFailed(DistributedError):
-    """A worker of a launch failed; `rank`, `exit_code` (negative: signal) and `traceback` describe which and how."""
+    """A worker of a launch failed. `rank`, `exit_code` (negative: signal) and `traceback` describe which and how."""
 
     def __init__(self, message: str, *, rank: int, exit_code: int, traceback: str | None):
         super().__init__(message)
@@ -138,7 +138,7 @@ def notebook_launcher(
     *,
     max_restarts: int = 0,
 ) -> list[Any]:
-    """Train from a notebook on several processes; None is one per accelerator, and one process needs no launch at all.
+    """Train from a notebook on several processes. None starts one per accelerator; one process needs no launch.
 
     `mixed_precision` becomes the default of every Trainer within.
     """
@@ -211,7 +211,7 @@ def _why_not_spawn(function: Callable[..., object], args: Sequence[object]) -> s
     try:
         ForkingPickler.dumps((function, tuple(args)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        return f"a new process cannot be given {name!r} and its arguments ({error})"
+        return f"{name!r} and its arguments cannot be sent to a new process ({error})"
     return None
 
 

@@ -1,8 +1,8 @@
-"""Which process this is among how many, and which data it reads.
+"""The rank of this process, the number of processes, and which data it reads.
 
-Rank and world come from the process group; without one this is process 0 of 1. Data ranks differ from ranks when a mesh
-has tensor, pipe or sequence axes: ranks along those axes work on the same samples. Code that builds such a mesh
-calls `set_data_ranks`, and the loader asks `data_rank()` and `num_data_ranks()`.
+Rank and world come from the process group; without one this is process 0 of 1. Data ranks differ from ranks if a mesh has tensor,
+pipe or sequence axes: ranks along those axes work on the same samples. Code that builds such a mesh calls `set_data_ranks`, and
+the loader calls `data_rank()` and `num_data_ranks()`.
 """
 
 from typing import NamedTuple
@@ -34,7 +34,7 @@ def is_master() -> bool:
 
 
 def get_rank() -> int:
-    """Return this process's number in the group, 0 without one."""
+    """Return the rank of this process, 0 without a group."""
     return dist.get_rank() if is_distributed() else 0
 
 
@@ -44,7 +44,7 @@ def get_num_processes() -> int:
 
 
 def get_local_rank() -> int:
-    """Return this process's number on its node, 0 without a group."""
+    """Return the rank of this process on its node, 0 without a group."""
     if not is_distributed():
         return 0
     world = launched_world()
@@ -57,7 +57,7 @@ def data_rank() -> int:
 
 
 def num_data_ranks() -> int:
-    """Return over how many shares each global batch is split."""
+    """Return into how many shares each global batch is split."""
     return get_num_processes() if _data_ranks is None else _data_ranks.size
 
 
@@ -74,7 +74,7 @@ def data_group() -> "dist.ProcessGroup | None":
 
 
 def set_data_ranks(rank: int, size: int, group: "dist.ProcessGroup | None" = None, *, of_trainer: bool = False) -> None:
-    """Let this process read share `rank` of `size`, together with the other members of `group`.
+    """Make this process read share `rank` of `size`, together with the other members of `group`.
 
     `of_trainer`: this holds for the runs of one Trainer only.
     """
@@ -85,11 +85,11 @@ def set_data_ranks(rank: int, size: int, group: "dist.ProcessGroup | None" = Non
 
 
 def data_ranks_are_of_a_trainer() -> bool:
-    """Return whether the data ranks in force hold for the runs of one Trainer only."""
+    """Return whether the current data ranks apply only to the runs of one Trainer."""
     return _data_ranks is not None and _data_ranks.of_trainer
 
 
 def clear_data_ranks() -> None:
-    """Go back to the default: every process reads its own share."""
+    """Restore the default: every process reads its own share."""
     global _data_ranks
     _data_ranks = None

@@ -1,7 +1,7 @@
-"""The rendezvous of an elastic agent that is alone.
+"""The rendezvous of a single elastic agent.
 
-torch's own handlers open a store that listens on every interface, and the default one unpickles what it finds there. An agent that is
-alone needs no store that others can reach: its own keys stay in its memory. Its workers meet in a private folder (`store.py`).
+torch's own handlers open a store that listens on every interface, and the default one unpickles what it finds there. A single
+agent needs no store that others can reach: its own keys stay in its memory. Its workers meet in a private folder (`store.py`).
 Code in them that calls `torch.distributed.init_process_group` itself finds a store on the loopback interface at `MASTER_ADDR` and
 `MASTER_PORT`; neither the agent nor Drivetrain reads it.
 """
@@ -21,7 +21,7 @@ BACKEND = "drivetrain-one-machine"
 
 
 class OneMachine(RendezvousHandler):
-    """The rendezvous of one agent, which no other agent can join."""
+    """The rendezvous of one agent. No other agent can join."""
 
     def __init__(self, run_id: str, port: int):
         self._run_id = run_id
@@ -31,12 +31,12 @@ class OneMachine(RendezvousHandler):
         self._rounds = 0
 
     def get_backend(self) -> str:
-        """Return the name by which torch finds this handler."""
+        """Return the name under which torch finds this handler."""
         return BACKEND
 
     @property
     def use_agent_store(self) -> bool:
-        """Let workers know that the store at `MASTER_PORT` is there already."""
+        """Return True: the store at `MASTER_PORT` already exists."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -61,13 +61,13 @@ class OneMachine(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """End the workers' store now: a process that is forked later and collects this object would crash in it."""
+        """Close the workers' store now: a process that is forked later and collects this object would crash in it."""
         self._for_workers = None
         return True
 
 
 def register_one_machine() -> None:
-    """Let torch find the handler that a launch passes in its `rdzv_configs`."""
+    """Register the handler that a launch passes in its `rdzv_configs`."""
     rendezvous_handler_registry.register(BACKEND, _given)
 
 

@@ -1,8 +1,7 @@
-"""The run this process belongs to, where folders below `experiment` can read it.
+"""The run this process belongs to, readable by folders below `experiment`.
 
-An experiment makes one `ExperimentRun` at its start and takes it away at its end; a Context, a loader, a Recorder or a
-Checkpointer asks `current_run()` for seed, folder and parameters. Outside a run the answer is None and each of them has
-its own default.
+An experiment sets one `ExperimentRun` at its start and removes it at its end. A Context, a loader, a Recorder or a Checkpointer
+calls `current_run()` for seed, folder and parameters. Outside a run it returns None and each of them uses its own default.
 """
 
 import random
@@ -19,7 +18,7 @@ from drivetrain.core.types import Settings
 
 @dataclass(kw_only=True, eq=False)
 class ExperimentRun:
-    """One run: its folder, seed and parameters, and what has been made within it."""
+    """One run: its folder, seed and parameters, and what was created in it."""
 
     folder: Path
     seed: int
@@ -64,7 +63,7 @@ class ExperimentRun:
 
     @property
     def elapsed(self) -> float:
-        """Seconds spent in this run, earlier parts included."""
+        """Seconds spent in this run, including earlier parts."""
         return self.elapsed_before + time.monotonic() - self.started
 
     @property
@@ -73,7 +72,7 @@ class ExperimentRun:
         return {name: value for name, value in self.params.items() if name not in self.bookkeeping}
 
     def shown(self, values: Mapping[str, object]) -> Settings:
-        """Return settings without secrets: parameters of this run as declared, other names by what they look like."""
+        """Return settings without secrets: this run's parameters as declared, other names by pattern."""
         own = {
             name: masked(value, is_secret=name in self.secrets) for name, value in values.items() if name in self.params
         }
@@ -85,11 +84,11 @@ class ExperimentRun:
         return self._counts[kind] - 1
 
     def at_end(self, callback: Callable[[], object]) -> None:
-        """Have something called when the run ends, well or badly; what was asked for last is called first."""
+        """Call a function when the run ends, with or without an error. The last one registered is called first."""
         self._endings.append(callback)
 
     def end(self) -> Exception | None:
-        """Call everything that waits for the end and return the first error of any of it."""
+        """Call all registered functions and return the first error."""
         failure: Exception | None = None
         while self._endings:
             try:
@@ -110,7 +109,7 @@ def current_run() -> ExperimentRun | None:
 
 
 def set_current_run(run: ExperimentRun | None) -> None:
-    """Make `run` the active run, or end the active one with None; a process has at most one."""
+    """Make `run` the active run, or end the active one with None. A process has at most one."""
     global _current
     if run is not None and _current is not None and run is not _current:
         new, active = run.name or str(run.folder), _current.name or str(_current.folder)

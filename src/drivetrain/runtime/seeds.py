@@ -35,7 +35,7 @@ def derive_seed(root: int, name: str, *ints: int) -> int:
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed Python, numpy and torch (all devices); `device_specific` adds the rank, `deterministic` is strict mode."""
+    """Seed Python, numpy and torch (all devices). `device_specific` adds the rank, `deterministic` turns on strict mode."""
     try:
         if isinstance(seed, bool):
             raise TypeError
@@ -50,14 +50,14 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def reseed_rank(seed: int) -> int:
-    """Give this rank a random stream of its own, so that equal weights meet different dropout; return the seed used."""
+    """Give this rank its own random stream, so that ranks with equal weights have different dropout. Return the seed."""
     own = derive_seed(seed, "rank", get_rank())
     _seed_all(own)
     return own
 
 
 def seed_worker(worker_id: int) -> int:
-    """Seed Python and numpy in a data worker from torch's seed there and return it; for `worker_init_fn`.
+    """Seed Python and numpy in a data worker from torch's seed and return it, for `worker_init_fn`.
 
     torch gives every worker of a loader its own seed, but equally seeded ranks give theirs the same ones. Ranks above 0
     therefore derive theirs once more.
@@ -120,14 +120,14 @@ def capture_rng() -> StateDict:
 
 
 def same_rng(one: Any, other: Any) -> bool:
-    """Return whether two results of `capture_rng` are the same: then no number was drawn between them."""
+    """Return whether two results of `capture_rng` are equal, so that no number was drawn between them."""
     if isinstance(one, Mapping):
         return set(one) == set(other) and all(same_rng(value, other[name]) for name, value in one.items())
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Restore what `capture_rng` returned; an accelerator's part is skipped where that accelerator is absent."""
+    """Restore the result of `capture_rng`. The part of an accelerator that is absent is skipped."""
     missing = {"python", "torch"} - set(state)
     if missing:
         raise StateError(
@@ -175,7 +175,7 @@ _before_deterministic: _Settings | None = None
 
 
 def set_deterministic(mode: Literal["off", "warn", "strict"]) -> None:
-    """Ask torch for repeatable kernels: `strict` rejects others, `warn` names them, `off` undoes an earlier call.
+    """Request deterministic kernels from torch: `strict` rejects others, `warn` names them, `off` undoes an earlier call.
 
     `off` without an earlier call changes nothing, so a program's own settings survive a run with the default mode.
     """

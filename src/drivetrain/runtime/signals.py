@@ -1,11 +1,11 @@
-"""Stopping cleanly: signals become a flag that is read where a step ends.
+"""Stop cleanly: signals set a flag that is read at the end of a step.
 
-A handler may run between any two bytecodes, so ours does nothing but note the signal; whoever drives the loop looks
-at the note at a step boundary, saves, and leaves. While a `StopSignals` is entered SIGTERM and SIGINT ask for a stop
-and SIGUSR1 for a save; a second SIGINT stops at once. On several processes one rank may get the signal and the others not:
-`agreed()` joins their notes with a reduction that is started at one boundary and read at the next, so that no rank
-waits for it and all leave at the same step. A rank that waits for another one in a collective cannot run its handler; the
-watchdog (`StopWatchdog`) ends it after a grace period.
+A handler may run between any two bytecodes, so ours only stores the signal. The loop reads it at a step boundary, saves, and
+ends. Inside a `StopSignals` context SIGTERM and SIGINT request a stop and SIGUSR1 a save; a second SIGINT stops at once.
+
+On several processes one rank may get the signal and the others not. `agreed()` combines their flags with a reduction that is
+started at one boundary and read at the next, so that no rank waits for it and all stop at the same step. A rank that waits for
+another one in a collective cannot run its handler; the watchdog (`StopWatchdog`) ends it after a grace period.
 """
 
 import logging
@@ -44,7 +44,7 @@ def exit_status(number: int) -> int:
 
 
 class StopSignals:
-    """Note SIGTERM, SIGINT and SIGUSR1 while entered, instead of dying of them.
+    """Store SIGTERM, SIGINT and SIGUSR1 inside the context instead of ending the process.
 
     Handlers can only be set in the main thread; elsewhere entering does nothing and `installed` stays False. A signal
     that was ignored before (`nohup`) stays ignored, and a handler of the user's own is called as well. A stop that
@@ -75,7 +75,7 @@ class StopSignals:
 
     @classmethod
     def active(cls) -> "StopSignals | None":
-        """Return the innermost one that is entered, so that an inner part leaves acting to the outer one."""
+        """Return the innermost active context, so that an inner part leaves the reaction to the outer one."""
         return cls._entered[-1] if cls._entered else None
 
     def __enter__(self) -> Self:
@@ -97,13 +97,13 @@ class StopSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.finish()  # after an error the other ranks may be gone, and waiting for them could last for ever
+            self.finish()  # after an error the other ranks may be gone, and waiting for them could last forever
         else:
             self.clear()  # the error ends the program already
         self.release()
 
     def release(self) -> None:
-        """Restore the earlier handlers, and send them a stop that was not acted on."""
+        """Restore the earlier handlers, and send them a stop that was not handled."""
         self._pending = None
         if not self.installed or threading.current_thread() is not threading.main_thread():
             return
@@ -120,17 +120,17 @@ class StopSignals:
             os.kill(os.getpid(), self.requested)
 
     def clear(self) -> None:
-        """Forget the signal: it has been acted on."""
+        """Clear the signal: it has been handled."""
         self._has_acted = self._has_acted or is_stop(self.requested)
         self.requested = None
 
     def request(self, number: int) -> None:
-        """Note a signal, as its handler does; a more urgent one noted before is kept."""
+        """Store a signal, as its handler does. A more urgent one is kept."""
         if self.requested is None or _urgency(number) >= _urgency(self.requested):
             self.requested = number
 
     def agreed(self) -> int | None:
-        """Return the signal all ranks act on at this step boundary, or None; every rank calls it at every boundary.
+        """Return the signal that all ranks act on at this step boundary, or None. Every rank calls it at every boundary.
 
         One process learns of its signal at once. Several read the reduction that was started at the boundary before,
         hence act one step later than the rank that got the signal.
@@ -146,7 +146,7 @@ class StopSignals:
         return max(noted, key=_urgency, default=None)
 
     def finish(self) -> None:
-        """Wait for the reduction in flight, so that none is left when the group goes."""
+        """Wait for the pending reduction, so that none is left when the group is destroyed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending()
@@ -165,7 +165,7 @@ def _urgency(number: int) -> int:
 
 
 def requeue_under_slurm() -> bool:
-    """Ask SLURM to run this job again after it ends; False outside a batch job, or when SLURM rejects it."""
+    """Request SLURM to run this job again after it ends. Return False outside a batch job, or if SLURM rejects it."""
     job = os.environ.get("SLURM_JOB_ID")
     if not job or os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
         return False
@@ -196,7 +196,7 @@ REPEAT_SECONDS = 5.0
 
 
 class StopWatchdog:
-    """Ends this process some time after one of the `signals` arrives, unless `is_done()` by then."""
+    """Ends this process some time after one of the `signals` arrives, unless `is_done()` returns True by then."""
 
     def __init__(self, signals: set[int], is_done: Callable[[], bool]):
         self._signals, self._is_done, self._grace = signals, is_done, _grace()
@@ -207,7 +207,7 @@ class StopWatchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """Watch no longer; called in the main thread."""
+        """Stop watching. Call it in the main thread."""
         signal.set_wakeup_fd(self._earlier, warn_on_full_buffer=False)
         self._theirs.close()  # the thread reads the end, and ends
         self._thread.join()

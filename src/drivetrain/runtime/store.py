@@ -1,9 +1,10 @@
-"""The store in which processes find each other, closed to everybody else as far as one machine goes.
+"""The store through which processes find each other, closed to other users as far as one machine allows.
 
-torch's `TCPStore` has no password, and its server listens on every network interface. Whoever reaches it can read and write its keys,
-and so direct the processes' connections, over which they exchange pickled values. On one machine our launcher therefore uses a file in a
-folder that only this user can open (`private_store`). Where only an address is given (`env://`, srun), the server listens on the
-loopback interface (`loopback_server`). Several machines need a server that the others reach: docs/runtime.md names its ports.
+torch's `TCPStore` has no password, and its server listens on every network interface. Anyone who reaches it can read and write
+its keys, and so redirect the processes' connections, over which they exchange pickled values. On one machine our launcher
+therefore uses a file in a folder that only this user can open (`private_store`). If only an address is given (`env://`, srun),
+the server listens on the loopback interface (`loopback_server`). Several machines need a server that the others reach:
+docs/runtime.md names its ports.
 """
 
 import os
@@ -26,12 +27,12 @@ _times_joined = 0
 
 
 def store_variables(folder: Path) -> dict[str, str]:
-    """Return the variables by which processes that are started with them meet in a folder."""
+    """Return the environment variables with which processes meet in a folder."""
     return {STORE_VARIABLE: str(folder), "TORCHELASTIC_RUN_ID": folder.name}
 
 
 def has_private_store() -> bool:
-    """Return whether a launcher on this machine gave this process a folder to meet in.
+    """Return whether a launcher on this machine gave this process a private folder for the store.
 
     A program that is launched inside another one inherits the variable, but has another run id.
     """
@@ -81,7 +82,7 @@ def _tcp_store(world: LaunchedWorld, timeout: timedelta) -> dist.TCPStore:
 
 
 def loopback_server(port: int = 0, host: str = "127.0.0.1") -> dist.TCPStore:
-    """Return a store whose server only processes of this machine can reach; port 0 is a free one."""
+    """Return a store whose server only processes on this machine can reach. Port 0 chooses a free one."""
     family = socket.AF_INET6 if host == "::1" else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=2048)
@@ -100,7 +101,7 @@ def _loopback_address(host: str) -> str:
 
 
 def keep_to_loopback() -> None:
-    """Let gloo and NCCL connect over the loopback interface, unless the user chose one.
+    """Make gloo and NCCL use the loopback interface, unless the user chose another.
 
     gloo would listen on the address of the host name, NCCL on that of a network interface. Processes started later inherit the choice.
     """
@@ -109,7 +110,7 @@ def keep_to_loopback() -> None:
 
 
 def loopback_variables() -> dict[str, str]:
-    """Return the variables that keep gloo and NCCL on the loopback interface; those that are set already are left out."""
+    """Return the variables that keep gloo and NCCL on the loopback interface, except those that are already set."""
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     wanted = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return {} if name is None else {variable: name for variable in wanted if variable not in os.environ}

@@ -1,9 +1,9 @@
-"""What runs around one worker of a launch, and in their parent.
+"""What runs around one worker of a launch, and in the parent.
 
-torch's elastic agent starts the workers, waits for them and ends the others when one fails. Four things are added. A
-worker that only lost its peer waits a moment before it fails, so that the agent sees the cause first. Workers that
-cannot end, or cannot be asked to, because they hang in a collective, are killed after a short grace. SIGUSR1 sent to
-the agent reaches the workers. A worker whose agent was killed ends as after SIGTERM.
+torch's elastic agent starts the workers, waits for them and ends the others if one fails. Four things are added. A worker that
+only lost its peer waits a moment before it fails, so that the agent sees the cause first. Workers that hang in a collective and
+cannot end are killed after a short grace period. SIGUSR1 sent to the agent reaches the workers. A worker whose agent was killed
+ends as after SIGTERM.
 """
 
 import faulthandler
@@ -47,7 +47,7 @@ def run_worker(function: Callable[..., object], args: tuple[object, ...], pids: 
         if stop.code not in (None, 0):
             _end_soon()
             raise
-        result = None  # a clean exit is success; without a value the agent would wait for ever
+        result = None  # a clean exit is success; without a value the agent would wait forever
     except KeyboardInterrupt:
         _end_soon()
         raise SystemExit(128 + signal.SIGINT) from None  # torch would let it pass as a clean exit without a value
@@ -62,7 +62,7 @@ def run_worker(function: Callable[..., object], args: tuple[object, ...], pids: 
 
 
 def report_failure(error: BaseException, is_asked_to_end: Callable[[], bool]) -> None:
-    """Under torch's launcher, let the rank that failed first have the last word.
+    """Under torch's launcher, make the rank that failed first report last.
 
     Its traceback goes into the file that the launcher prints at the end. A rank that only lost its peer waits for the launcher to end
     it, and then ends silently.

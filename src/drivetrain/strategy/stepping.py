@@ -56,7 +56,7 @@ class Stepping:
         self._loss_func = ctx.loss_func
         self._info: BatchInfo | None = None
         self._factor: Any = None
-        self._is_stepped = False  # whether `step` was called for the micro-batch in hand
+        self._is_stepped = False  # whether `step` was called for the current micro-batch
         self._is_followed = False  # whether a loader says when windows open
         # Recorded kernels write every gradient into the same memory: what is to be added to must be kept elsewhere.
         self._is_recorded = any(method.records_kernels for _, method, _ in ctx.plan.steps)
@@ -171,7 +171,7 @@ class Stepping:
         return share
 
     def _sizes(self) -> tuple[int, int]:
-        """Return the samples of the micro-batch in hand, on this rank and on all."""
+        """Return the samples of the current micro-batch, on this rank and on all."""
         if self._info is not None:
             return self._info.size, self._info.global_size
         micro = 1 if self.batch is None else self.batch.micro

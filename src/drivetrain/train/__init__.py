@@ -1,1 +1,1 @@
-"""The Trainer: the loop, and what prepares, records and restores it."""
+"""The Trainer: the loop, and everything that prepares, records and restores it."""

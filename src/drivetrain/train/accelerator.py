@@ -1,7 +1,7 @@
-"""What the loop asks of the place it runs in: device, ranks, backward, clipping, gathering.
+"""What the loop needs from its environment: device, ranks, backward, clipping, gathering.
 
-The Trainer keeps one of these as `runtime`, and under the name `_accelerator` for people who come from pytorch-accelerated: the
-members they call are here, on top of `drivetrain.runtime`.
+The Trainer keeps one of these as `runtime`, and under the name `_accelerator` for code written for pytorch-accelerated: the
+members that such code calls are here, on top of `drivetrain.runtime`.
 """
 
 import os
@@ -38,7 +38,7 @@ FOREIGN_RUNTIME: Slot[Callable[[object, str | Precision | None], "TrainerRuntime
 
 
 def as_runtime(given: object, precision: str | Precision | None = None) -> "TrainerRuntime":
-    """Return the runtime for what `_create_accelerator` returned: itself, or one around another library's accelerator."""
+    """Return the runtime for the result of `_create_accelerator`: itself, or one around another library's accelerator."""
     return given if isinstance(given, TrainerRuntime) else FOREIGN_RUNTIME.load()(given, precision)
 
 
@@ -87,7 +87,7 @@ class TrainerRuntime:
         return "MULTI_GPU" if self.device.type == "cuda" else "MULTI_CPU"
 
     def wait_for_everyone(self) -> None:
-        """Return when all processes have come here."""
+        """Wait until all processes have reached this call."""
         distributed_barrier()
 
     def print(self, *args: object, **kwargs: Any) -> None:
@@ -98,7 +98,7 @@ class TrainerRuntime:
     # The model.
 
     def prepare_model(self, model: T, **ddp_kwargs: object) -> T | nn.Module:
-        """Wrap a model for gradient averaging when there are several processes."""
+        """Wrap a model for gradient averaging if there are several processes."""
         if not is_distributed() or not isinstance(model, nn.Module) or is_wrapped(model):
             return model
         return wrap_ddp(model, self.device, **ddp_kwargs)
@@ -108,7 +108,7 @@ class TrainerRuntime:
         return unwrap(model, keep_compile=keep_torch_compile) if isinstance(model, nn.Module) else model
 
     def prepare(self, *objects: object) -> Any:
-        """Move modules to the device and wrap them, and let loaders deliver there; anything else is returned as it is."""
+        """Move modules to the device and wrap them, and make loaders deliver there. Other objects are returned unchanged."""
         done = tuple(map(self._prepare_one, objects))
         return done[0] if len(done) == 1 else done
 
@@ -131,7 +131,7 @@ class TrainerRuntime:
         yield
 
     def free_memory(self) -> None:
-        """Give cached device memory back."""
+        """Release cached device memory."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -139,7 +139,7 @@ class TrainerRuntime:
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler, None where none is needed."""
+        """The gradient scaler, None if none is needed."""
         return self.stepper.scaler
 
     @scaler.setter
@@ -152,16 +152,16 @@ class TrainerRuntime:
         return self.stepper.was_skipped is True
 
     def backward(self, loss: Tensor, **kwargs: object) -> None:
-        """Back-propagate, scaled where float16 needs it."""
+        """Back-propagate, with loss scaling if float16 needs it."""
         self.stepper.backward(loss, **kwargs)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the scale out of the gradients, once per update."""
+        """Unscale the gradients, once per update."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: object) -> None:
-        """Step the optimizer; a scaler skips the step when a gradient overflowed."""
+        """Step the optimizer. A scaler skips the step if a gradient overflowed."""
         if optimizer is self.stepper.optimizer:
             self.stepper.step()
         else:
@@ -172,13 +172,13 @@ class TrainerRuntime:
         stepper.clip_grad_value_(parameters, clip_value)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients to at most this norm and return the norm before; whole and sharded ones may be mixed."""
+        """Scale the gradients to at most this norm and return the norm before. Full and sharded gradients may be mixed."""
         return stepper.clip_grad_norm_(parameters, max_norm, norm_type, device=self.device)
 
     # Several processes.
 
     def gather(self, tensor: object) -> Any:
-        """Join a tensor of all data ranks along its first dimension, also when the lengths differ."""
+        """Concatenate a tensor of all data ranks along its first dimension. The lengths may differ."""
         return map_tensors(gather_rows, tensor) if is_distributed() else tensor
 
     def pad_across_processes(self, tensor: Tensor, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Tensor:
@@ -197,7 +197,7 @@ class TrainerRuntime:
     # Files.
 
     def save(self, obj: object, path: str | os.PathLike[str], save_on_each_node: bool = True) -> None:
-        """Write an object atomically, once per node or once; all processes must call this where it holds sharded tensors."""
+        """Write an object atomically, once per node or once. All processes must call this if it holds sharded tensors."""
         if is_distributed() and _holds_parts(obj):
             obj = map_tensors(lambda tensor: tensor.full_tensor() if is_dtensor(tensor) else tensor, obj)  # type: ignore[attr-defined]
         if self.is_local_main_process if save_on_each_node else self.is_main_process:
@@ -227,7 +227,7 @@ class TrainerRuntime:
 
 
 def overrides_runtime(runtime: TrainerRuntime, name: str) -> bool:
-    """Return whether a subclass, or somebody on the instance, replaces a method of the runtime."""
+    """Return whether a subclass, or an assignment to the instance, replaces a method of the runtime."""
     return name in vars(runtime) or getattr(type(runtime), name) is not getattr(TrainerRuntime, name)
 
 

@@ -1,8 +1,8 @@
 """How ranks agree: one vote carries everything that may differ between them.
 
-Clocks, signals, stops, limits and the answers of user functions are each rank's own. What follows from them (a save, an evaluation, the
-end of the run) needs all ranks, so it is decided by the vote: every rank sends what it sees, and all act on the same answer. A single
-process needs no exchange.
+Clocks, signals, stops, limits and the results of user functions differ between ranks. What follows from them (a save, an
+evaluation, the end of the run) needs all ranks, so it is decided by the vote: every rank sends what it sees, and all act on the
+same result. A single process needs no exchange.
 """
 
 from collections.abc import Callable, Generator, Iterable
@@ -42,7 +42,7 @@ class Ballot(TypedDict):
 
 
 class StopVote:
-    """Asks all ranks once a step what anyone requests; the answer travels while the step computes.
+    """Collects requests from all ranks once a step. The exchange runs while the step computes.
 
     A request is 0 (go on), `STOP`, or the number of a signal. The most urgent one wins, on all ranks alike. With it travel the time that
     each rank's clock shows, whether a rank has changed the end of the run, and whether it answers yes to a question of the moment.
@@ -64,7 +64,7 @@ class StopVote:
     def open(
         self, request: int, leaves: bool = False, *, seconds: float = 0.0, new_end: bool = False, yes: bool = False
     ) -> None:
-        """Send what this rank sees, at the start of a step."""
+        """Send this rank's request at the start of a step."""
         self.count += 1
         self._ballot = torch.tensor(
             [_ORDER.index(request), -1 if leaves else 0, seconds, new_end, yes], dtype=torch.float64
@@ -72,7 +72,7 @@ class StopVote:
         self._work = dist.all_reduce(self._ballot, op=dist.ReduceOp.MAX, group=control_group(), async_op=True)
 
     def close(self) -> int:
-        """Return the most urgent request sent at the start of the step, at its end."""
+        """Return at the end of the step the most urgent request sent at its start."""
         self.has_new_end = self.says_yes = False
         if self._work is None:
             return 0
@@ -83,7 +83,7 @@ class StopVote:
         return _ORDER[int(request)]
 
     def everyone_leaves(self) -> bool:
-        """Return whether all ranks leave inside this step; one that does not answers otherwise at its boundary, or never."""
+        """Return whether all ranks leave inside this step. A rank that does not votes otherwise at its boundary, or never."""
         self.close()
         self.open(STOP, leaves=True)
         assert self._work is not None
@@ -95,7 +95,7 @@ class StopVote:
         return int(self._ballot[1]) == -1
 
     def now(self, request: int, *, seconds: float = 0.0, new_end: bool = False, yes: bool = False) -> int:
-        """Ask and wait, where no step is under way."""
+        """Vote and wait, outside a step."""
         earlier, had_new_end = self.close(), self.has_new_end
         self.open(max(request, earlier, key=_ORDER.index), seconds=seconds, new_end=new_end or had_new_end, yes=yes)
         return self.close()
@@ -117,11 +117,11 @@ class Agreement:
         """Whether all ranks stop at the same place."""
 
     def own_request(self) -> int:
-        """Return what this rank requests: the number of a signal, `STOP`, or 0 to go on."""
+        """Return this rank's request: the number of a signal, `STOP`, or 0 to continue."""
         return self.signals.requested or (STOP if self.stop is not None else 0)
 
     def request(self, yes: bool = False) -> int:
-        """Return the most urgent request of any rank, outside a step; the answer is waited for."""
+        """Return the most urgent request of any rank, outside a step. This waits for the result."""
         if self.vote is None:
             return self.own_request()
         request = self.vote.now(self.own_request(), **self._seen(yes))
@@ -129,14 +129,14 @@ class Agreement:
         return request
 
     def says_yes(self, answer: bool) -> bool:
-        """Return whether any rank answers yes."""
+        """Return whether any rank votes yes."""
         if self.vote is None:
             return answer
         self.request(yes=answer)
         return self.vote.says_yes
 
     def after_batch(self) -> int:
-        """Return the most urgent request of any rank at the start of the step that has ended, and begin the next vote."""
+        """Return the most urgent request of any rank at the start of the step that has ended, and start the next vote."""
         if self.vote is None:
             if self._has_new_end():
                 self.limits.adopt([self._state.max_duration], self._state)
@@ -147,7 +147,7 @@ class Agreement:
         return request
 
     def is_soon_whole(self, request: int, batches_left: int) -> bool:
-        """Return whether a signal waits for the end of an accumulation window, which any number of processes can go on from."""
+        """Return whether a signal waits for the end of an accumulation window, from which any number of processes can continue."""
         if request == STOP:
             return False
         clock = self._state.clock
@@ -155,7 +155,7 @@ class Agreement:
         return batches_left * seconds <= WINDOW_SECONDS * clock.batch
 
     def check_leaves_together(self, stop: Exception, owner: str) -> None:
-        """Turn a stop that not all ranks raise into an error, which ends the others too instead of leaving them to wait."""
+        """Raise an error if not all ranks raise a stop, so that the others end too instead of waiting."""
         if self.vote is not None and not self.is_reached and not self.vote.everyone_leaves():
             raise DistributedError(
                 f"rank {get_rank()}: a hook of {owner} raised {type(stop).__name__} ({stop}) inside a step or an evaluation "
@@ -174,7 +174,7 @@ class Agreement:
             self.stop = self.stop or stop
 
     def until_signal(self, batches: Iterable[object]) -> Generator[object, None, bool]:
-        """Yield batches, then return whether a signal that asks any rank to end has cut them short.
+        """Yield batches, then return whether a stop signal on any rank cut them short.
 
         The ranks agree while a batch computes. One with fewer batches goes on voting until the others are through, so that all leave
         together.
@@ -200,7 +200,7 @@ class Agreement:
         return False
 
     def close(self) -> None:
-        """Take part in the last vote that others have opened."""
+        """Take part in the last vote that other ranks have opened."""
         if self.vote is not None:
             self.vote.close()
             self.vote = None

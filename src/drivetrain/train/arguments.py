@@ -1,7 +1,7 @@
-"""What users pass to a Trainer, checked before anything is built on it: names of arguments, objects in the wrong place.
+"""Checks of what users pass to a Trainer, before anything is built: names of arguments, objects of the wrong type.
 
-The constructor takes model, loss function and optimizer as they are, because subclasses and tests may use anything there. `train()` and the
-other verbs check them here, by what they can do and not by their class.
+The constructor accepts model, loss function and optimizer without checks, because subclasses and tests may use anything there.
+`train()` and the other methods check them here, by what they can do and not by their class.
 """
 
 import inspect
@@ -39,7 +39,9 @@ _PLAIN = (bool, int, float, complex, str, bytes, bytearray, Tensor, nn.Module)
 
 
 def reject_unknown(function: Callable[..., object], unknown: Mapping[str, object]) -> None:
-    """Name what to write instead when a keyword is unknown: another library's word, or a misspelt one of ours."""
+    """Raise for an unknown keyword, and name what to write instead: the counterpart of another library's argument, or the nearest
+    of ours.
+    """
     if not unknown:
         return
     valid = [
@@ -104,7 +106,7 @@ def _check_plugins(name: str, plugins: object) -> None:
 
 
 def check_model(model: object, loss_func: object, *, trains: bool = False) -> None:
-    """Reject what cannot be called as a model, has no weights yet, or brings a loop of its own."""
+    """Raise for a model that cannot be called, has no weights yet, or has its own training loop."""
     if isinstance(model, type):
         raise ConfigTypeError(f"model={model.__name__} is a class. Pass an instance: {model.__name__}(...).")
     if not callable(model):
@@ -136,7 +138,7 @@ def check_model(model: object, loss_func: object, *, trains: bool = False) -> No
 
 
 def check_loss_func(loss_func: object, optimizer: object = None) -> None:
-    """Reject what cannot be a loss function; None means that the model returns its loss."""
+    """Raise for what cannot be a loss function. None means that the model returns its loss."""
     if loss_func is None:
         return
     if isinstance(loss_func, torch.optim.Optimizer):
@@ -152,7 +154,7 @@ def check_loss_func(loss_func: object, optimizer: object = None) -> None:
 
 
 def check_optimizer_type(optimizer: object) -> None:
-    """Reject what cannot be an optimizer; configurations and units are read elsewhere."""
+    """Raise for what cannot be an optimizer. Configurations and units are read elsewhere."""
     if isinstance(optimizer, type):
         raise ConfigTypeError(
             f"optimizer={optimizer.__name__} is a class. Pass an instance: {optimizer.__name__}(model.parameters(), lr=...)."
@@ -174,7 +176,7 @@ def check_optimizer_type(optimizer: object) -> None:
 
 
 def check_rates(optimizer: torch.optim.Optimizer) -> None:
-    """Reject learning rates that are NaN, infinite or negative; a rate on a device is not read."""
+    """Raise for learning rates that are NaN, infinite or negative. A rate on a device is not read."""
     for index, group in enumerate(optimizer.param_groups):
         rate = group.get("lr")
         if rate is not None and not isinstance(rate, Tensor):
@@ -182,7 +184,7 @@ def check_rates(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_dataset(name: str, data: object) -> None:
-    """Reject what is neither a dataset nor a loader: a path would be read as a dataset of characters."""
+    """Raise for what is neither a dataset nor a loader: a path would be read as a dataset of characters."""
     wanted = "Expected a dataset with __getitem__ and __len__, an IterableDataset, or a loader."
     if isinstance(data, str | bytes | os.PathLike):
         raise ConfigTypeError(
@@ -212,7 +214,7 @@ def check_dataset(name: str, data: object) -> None:
 def reject_unused(
     name: str, loader: object, kwargs_name: str, kwargs: Mapping[str, object] | None, collate_fn: object
 ) -> None:
-    """Reject settings that a loader of the user's own does not follow, because it is used as it is."""
+    """Raise for settings that have no effect on a loader that the user built."""
     unused = [
         f"{key}={value}"
         if key == "global_batch_size"
@@ -257,13 +259,13 @@ def check_loader_arguments(
 
 
 def check_collate(collate_fn: object) -> None:
-    """Reject a collate function that does not take a list of samples."""
+    """Raise for a collate function that does not take a list of samples."""
     if collate_fn is not None:
         check_callable("collate_fn", collate_fn, "a function of a list of samples", classes=True)
 
 
 def check_mapping(name: str, value: object) -> None:
-    """Reject loader arguments that are not a mapping by name."""
+    """Raise for loader arguments that are not a mapping by name."""
     if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
         raise ConfigTypeError(f"{name}={value!r}: expected a dict of loader arguments, such as {{'num_workers': 4}}.")
 
@@ -274,7 +276,7 @@ REQUIRED_OUTPUTS = ("loss", "model_outputs", "batch_size")
 
 
 def check_optimizer(state: State, strict: bool) -> None:
-    """Reject training without an optimizer, or with one that holds nothing of the model."""
+    """Raise for training without an optimizer, or with one that holds no parameter of the model."""
     model = state.model
     if len(state.optimizers) > 1:
         check_optimizer_type(state.optimizers)
@@ -306,7 +308,7 @@ def check_optimizer(state: State, strict: bool) -> None:
 
 
 def check_scheduler(given: object, optimizer: object, units: object) -> None:
-    """Reject what cannot make a scheduler, and a scheduler made for another optimizer."""
+    """Raise for what cannot make a scheduler, and for a scheduler made for another optimizer."""
     if units is not None:
         raise ConfigError(
             "create_scheduler_fn was given, but the units of an OptimSet set their own learning rates. Remove create_scheduler_fn, "
@@ -370,7 +372,7 @@ class _NotCallable(ConfigError, TypeError):
 
 
 def check_batch_output(output: object, trainer: "EvaluationLoop") -> None:
-    """Reject a loss hook's result that lacks what the loop needs, and hooks that hide events from their listeners."""
+    """Raise if the result of a loss hook lacks what the loop needs, or if a hook hides events from their listeners."""
     if not isinstance(output, Mapping):
         raise BatchOutputError(
             f"a loss hook returned {type(output).__name__}, expected a dict with {', '.join(REQUIRED_OUTPUTS)}. "
@@ -396,7 +398,7 @@ def check_batch_output(output: object, trainer: "EvaluationLoop") -> None:
 
 
 def warn_of_sample_weights(trainer: "EvaluationLoop", counting: "LossCounting", output: Mapping[str, object]) -> None:
-    """Warn where losses of parts are joined and it is not known what each is a mean over."""
+    """Warn if losses of partial batches are combined and it is not known what each is a mean over."""
     window, microbatch_size = trainer.run.stepper.window, trainer.run.microbatch_size
     if counting.is_known or window.is_plain or not {"num_items", "num_items_in_batch"}.isdisjoint(output):
         return
@@ -425,7 +427,7 @@ def _check_hidden(trainer: "EvaluationLoop", event: Event, seen: bool, call: str
 
 
 def check_loss(loss: Tensor, trainer: "EvaluationLoop") -> None:
-    """Reject a loss that cannot be back-propagated, unless a user's own `backward_step` knows what to do with it."""
+    """Raise for a loss that cannot be back-propagated, unless the user overrides `backward_step`."""
     if trainer.overrides("backward_step") or trainer.run.units is not None:
         return
     if loss.numel() != 1:
@@ -440,7 +442,7 @@ def check_loss(loss: Tensor, trainer: "EvaluationLoop") -> None:
 
 
 def check_watched_metrics(callbacks: Iterable[object], eval_sets: Sequence[str] | None) -> None:
-    """Reject callbacks that watch an evaluation metric which will never be recorded.
+    """Raise for callbacks that watch an evaluation metric that will never be recorded.
 
     `eval_sets` are the names of the evaluation sets: none for a single one, and None without an evaluation.
     """
@@ -454,7 +456,7 @@ def check_watched_metrics(callbacks: Iterable[object], eval_sets: Sequence[str] 
 
 
 def check_plateau(metric: str, eval_sets: Sequence[str] | None) -> None:
-    """Reject a scheduler that waits for an evaluation metric which will never be recorded."""
+    """Raise for a scheduler that waits for an evaluation metric that will never be recorded."""
     if reason := _why_never_recorded(metric, eval_sets):
         raise ConfigError(f"ReduceLROnPlateau watches scheduler_metric={metric!r}, {reason}")
 

@@ -1,8 +1,8 @@
-"""`auto_accelerate`: from a plain model, an optimizer class, a dataset and a loss to all of them made fast, by a plan.
+"""`auto_accelerate`: take a plain model, an optimizer class, a dataset and a loss, and make them fast with a plan.
 
-The plan is given (`load_strategy=`), checked whole and tried, or it is found by a search; then it is applied. What comes back fits the loop
-that people write anyway: `loss.backward()`, `optim.step()`, `optim.zero_grad()` are right for every plan, with any number of processes
-and any accumulation. The global batch stays what was written, so more processes mean less work for each.
+The plan is given (`load_strategy=`), checked and tried, or it is found by a search. Then it is applied. The result fits an
+ordinary training loop: `loss.backward()`, `optim.step()` and `optim.zero_grad()` are correct for every plan, with any number of
+processes and any accumulation. The global batch does not change, so more processes mean less work for each.
 """
 
 import os
@@ -70,11 +70,11 @@ class AutoAccelerateResult(NamedTuple):
 
     @property
     def context(self) -> Context:
-        """The session as one object, which moves, saves and restores."""
+        """Model, optimizer, loader and loss as one object that can be moved, saved and restored."""
         return self.args["context"]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        """Scale the gradients of a closing window to at most this norm; return the norm before, None inside a window.
+        """Scale the gradients of a closing window to at most this norm. Return the norm before it, None inside a window.
 
         The norm is that of the whole model for every plan: over shards, tensor ranks and pipeline stages. All ranks must call this.
         """
@@ -82,7 +82,7 @@ class AutoAccelerateResult(NamedTuple):
 
     @property
     def notes(self) -> list[str]:
-        """What the plan's methods found out when they were applied and in the first steps."""
+        """Remarks of the plan's methods from when they were applied and from the first steps."""
         return self.args["notes"]
 
 
@@ -142,7 +142,7 @@ def auto_accelerate(
     save_strategy_to_file: str | os.PathLike[str] | None = None,
     **kargs: object,
 ) -> tuple[bool, AutoAccelerateResult | None, Strategy]:
-    """Apply a plan to a model and what trains it; return whether it worked, the result, and the plan as applied.
+    """Apply a plan to a model, its optimizer, data and loss. Return whether it worked, the result, and the applied plan.
 
     Args:
         model: a plain module.

@@ -87,7 +87,7 @@ class SeveralInputsForm(OtherForm):
 
 
 class UnpackForm(OtherForm):
-    """A tuple spread over the arguments of a model that returns its own loss."""
+    """A tuple unpacked into the arguments of a model that returns its own loss."""
 
     def arguments(self, batch: Any) -> CallArguments:
         return tuple(batch), {}
@@ -97,7 +97,7 @@ class UnpackForm(OtherForm):
 
 
 class MappingForm(OtherForm):
-    """Named entries; those that are targets for the loss function are not given to the model."""
+    """Named entries. Those that are targets for the loss function are not passed to the model."""
 
     def __init__(self, target: str | None, keep_target: bool):
         self.target, self.keep_target = target, keep_target
@@ -143,7 +143,7 @@ class CallByForm:
 
 @dataclass(frozen=True)
 class LossByForm:
-    """The Trainer's loss as a function of batch and output; without a loss function it is what the output carries."""
+    """The Trainer's loss as a function of batch and output; without a loss function, the loss in the output."""
 
     form: BatchForm
     loss_func: Callable[..., Any] | None = None
@@ -158,7 +158,7 @@ class LossByForm:
 
 
 def find_form(batch: object, model: object, has_loss_func: bool) -> BatchForm:
-    """Choose how batches of this type meet the model, or raise an error that explains why none fits."""
+    """Choose how batches of this type are passed to the model, or raise an error that explains why none fits."""
     if not has_loss_func and has_own_loss(model):
         return WholeForm()
     if isinstance(batch, Mapping):
@@ -191,7 +191,7 @@ def find_form(batch: object, model: object, has_loss_func: bool) -> BatchForm:
 
 
 def find_inputs(batch: object, model: object, has_loss_func: bool) -> BatchForm:
-    """Choose how batches meet the model for a prediction: as for a loss, but targets may be absent."""
+    """Choose how batches are passed to the model for a prediction: as for a loss, but targets may be absent."""
     if isinstance(batch, Tensor):
         return WholeForm()
     if isinstance(batch, (tuple, list)) and len(batch) <= num_inputs(model):  # inputs alone
@@ -203,7 +203,7 @@ def find_inputs(batch: object, model: object, has_loss_func: bool) -> BatchForm:
 
 
 def num_inputs(model: object) -> int:
-    """Return how many positional arguments a model's `forward` requires; one where that is not known.
+    """Return how many positional arguments a model's `forward` requires; one if that is not known.
 
     >>> class Pair(nn.Module):
     ...     def forward(self, left, right, mask=None): ...
@@ -248,7 +248,7 @@ def _check_entries(entries: Mapping[str, object], model: object) -> None:
 
 
 def logits_of(outputs: object) -> object:
-    """Return the logits that outputs carry, or the outputs themselves."""
+    """Return the logits in the outputs, or the outputs themselves."""
     logits = getattr(outputs, "logits", None)
     if logits is None and isinstance(outputs, Mapping):
         logits = outputs.get("logits")
@@ -256,7 +256,7 @@ def logits_of(outputs: object) -> object:
 
 
 def carried_loss(outputs: object) -> Tensor:
-    """Return the loss that a model's output carries: `.loss`, `["loss"]`, a scalar, or a scalar first element."""
+    """Return the loss in a model's output: `.loss`, `["loss"]`, a scalar, or a scalar first element."""
     loss = getattr(outputs, "loss", None)
     if loss is None and isinstance(outputs, Mapping):
         loss = outputs.get("loss")
@@ -283,14 +283,14 @@ def batch_size_of(targets: object, batch: object) -> int:
 
 
 def map_tensors(function: Callable[[Tensor], object], value: object) -> Any:
-    """Return nested containers with every tensor replaced by what the function makes of it."""
+    """Apply a function to every tensor in nested containers and return the result."""
     if isinstance(value, Tensor):
         return function(value)
     return map_items(value, partial(map_tensors, function))
 
 
 def first_tensor(value: object) -> Tensor | None:
-    """Return the first tensor with a first dimension in a nest of containers."""
+    """Return the first tensor with a first dimension in nested containers."""
     if isinstance(value, Tensor):
         return value if value.dim() else None
     values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
@@ -306,7 +306,7 @@ def split_batch(batch: object, size: int) -> list[object]:
 
 
 def slice_rows(value: object, start: int, stop: int, rows: int) -> Any:
-    """Return some rows of every tensor in a nest that has that many."""
+    """Return some rows of every tensor in nested containers that has that many."""
     if isinstance(value, Tensor):
         return value[start:stop] if value.dim() and value.shape[0] == rows else value
     if isinstance(value, Mapping):
@@ -321,7 +321,7 @@ def slice_rows(value: object, start: int, stop: int, rows: int) -> Any:
 
 
 def join_outputs(parts: list[Any]) -> Any:
-    """Join the outputs of micro-batches along their first dimension, detached."""
+    """Concatenate the outputs of micro-batches along their first dimension, detached."""
     first = parts[0]
     if isinstance(first, Tensor):
         return first.detach() if not first.dim() else torch.cat([part.detach() for part in parts])
@@ -336,7 +336,7 @@ def join_outputs(parts: list[Any]) -> Any:
 
 
 def join_batch_outputs(outputs: list[BatchOutput], is_sum: bool, joins: bool) -> BatchOutput:
-    """Return what a loss hook returned for micro-batches as if for the whole batch; the models' outputs only where `joins`."""
+    """Combine the results of a loss hook for micro-batches into one for the whole batch. Outputs are joined only if `joins`."""
     sizes = [output["batch_size"] for output in outputs]
     whole: BatchOutput = {"model_outputs": None, "batch_size": sum(sizes)}
     weights = sizes
@@ -368,7 +368,7 @@ Generate = bool | Mapping[str, object]
 
 
 def generate_arguments(generate: object, default: Mapping[str, object] | None = None) -> Mapping[str, object] | None:
-    """Return the arguments of the model's `generate`, `default` where none are given, or None for no generation."""
+    """Return the arguments of the model's `generate`, `default` if none are given, or None for no generation."""
     if isinstance(generate, bool):
         return (default or {}) if generate else None
     if isinstance(generate, Mapping) and all(isinstance(name, str) for name in generate):
@@ -380,7 +380,7 @@ def generate_arguments(generate: object, default: Mapping[str, object] | None = 
 
 
 def check_generates(model: object, is_overridden: bool) -> None:
-    """Reject a model that cannot generate, unless a hook of the user's own does."""
+    """Raise for a model that cannot generate, unless the user overrides the hook."""
     if is_overridden or not isinstance(model, nn.Module):
         return
     own = unwrap(model)
@@ -393,7 +393,7 @@ def check_generates(model: object, is_overridden: bool) -> None:
 
 @contextmanager
 def generating(run: "Run", arguments: Mapping[str, object] | None) -> Iterator[None]:
-    """Generate with these arguments until the end of the block."""
+    """Generate with these arguments inside the block."""
     before, run.generate = run.generate, arguments
     try:
         yield
@@ -402,7 +402,7 @@ def generating(run: "Run", arguments: Mapping[str, object] | None) -> Iterator[N
 
 
 def generation_inputs(form: BatchForm, batch: object) -> CallArguments:
-    """Return the arguments for `generate` that a batch holds: its inputs, without targets and what is made of them."""
+    """Return the arguments for `generate` from a batch: its inputs, without targets and what is derived from them."""
     if isinstance(batch, Mapping):
         targets = form.targets(batch)
         return (), {name: value for name, value in batch.items() if not _shows_targets(name, value, targets)}
@@ -419,7 +419,7 @@ def _shows_targets(name: str, value: object, targets: object) -> bool:
 
 
 def call_generate(model: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    """Call the `generate` of the model inside its shells; of a result with `sequences`, return those."""
+    """Call the `generate` of the model inside its wrappers. From a result with `sequences`, return those."""
     model = unwrap(model) if isinstance(model, nn.Module) else model
     if isinstance(model, nn.Module) and is_fully_sharded(model):
         with _in_step(model, kwargs):
@@ -453,7 +453,7 @@ def _in_step(model: nn.Module, kwargs: dict[str, object]) -> Iterator[None]:
 
 
 def padding_token(model: object) -> int | None:
-    """Return the token that a model pads what it generates with, where its configuration names one."""
+    """Return the model's padding token for generated sequences, if its configuration names one."""
     model = unwrap(model) if isinstance(model, nn.Module) else model
     for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
         token = getattr(config, "pad_token_id", None)

@@ -51,7 +51,7 @@ def prepare_folder_for(settings: TrainSettings, own_folders: set[Path], until_en
 
 
 class CheckpointSchedule:
-    """Saves the state of a run at the boundaries where it is whole: at intervals, at the end, and when a callback asked in a step.
+    """Saves the state of a run at step and epoch boundaries: at intervals, at the end, and on request of a callback.
 
     Inside an epoch that is after a batch, with an open accumulation window's gradients as part of the state; at an epoch's end
     it is after evaluation. What callbacks ask for in the middle of a step waits for the next boundary with a closed window.
@@ -92,16 +92,16 @@ class CheckpointSchedule:
             self.saves_inside_epochs = not self._every.is_per_epoch
 
     def start(self) -> None:
-        """Count intervals from where the run is."""
+        """Start counting intervals from the current position."""
         if self._every is not None:
             self._every.reset(self._state.clock)
 
     def when_whole(self, save: Callable[[], None]) -> None:
-        """Save as soon as the state is whole."""
+        """Save at the next boundary."""
         self._waiting.append(save)
 
     def at_batch_end(self, run_ends: bool) -> None:
-        """Save what is due between two batches."""
+        """Save between two batches if it is due."""
         if self._waiting and self._window.count == 0:
             waiting, self._waiting = self._waiting, []
             for save in waiting:
@@ -112,7 +112,7 @@ class CheckpointSchedule:
             self.save()
 
     def at_epoch_end(self, run_ends: bool) -> None:
-        """Save what is due after an epoch and its evaluation."""
+        """Save after an epoch and its evaluation if it is due."""
         if self._every is None:
             return
         due = self._every.due(self._state.clock) if self._every.is_per_epoch else False
@@ -120,7 +120,7 @@ class CheckpointSchedule:
             self.save()
 
     def save(self, final: bool = False) -> None:
-        """Write a checkpoint of this moment, unless one was just written; a final one raises if it cannot be."""
+        """Write a checkpoint now, unless one was just written. A final save raises if it fails."""
         clock, writer = self._state.clock, self.checkpointer
         if writer is None or (self._saved_at == (clock.epoch, clock.batch) and writer.last_failure is None):
             return
@@ -148,7 +148,7 @@ class CheckpointSchedule:
         return False
 
     def wait(self) -> None:
-        """Return when nothing is being written any more."""
+        """Wait until nothing is being written."""
         if self.checkpointer is not None:
             self.checkpointer.wait()
 
@@ -158,7 +158,7 @@ class CheckpointSchedule:
             self.checkpointer.finish()
 
     def settle(self) -> None:
-        """Wait for the save under way without raising, after another error."""
+        """Wait for the current save without raising, after another error."""
         if self.checkpointer is not None:
             self.checkpointer.settle()
 
@@ -188,7 +188,7 @@ def save_checkpoint(
     per_node: bool,
     writes: bool,
 ) -> None:
-    """Write model, optimizer and scheduler, with custom entries next to them; all ranks must call this."""
+    """Write model, optimizer and scheduler, together with custom entries. All ranks must call this."""
     check_entries(custom)
     model = state.model
     optimizers, schedulers = state.optimizers[:1] if optimizer else (), state.schedulers[:1] if scheduler else ()
@@ -210,7 +210,7 @@ def save_checkpoint(
 def load_checkpoint(
     state: State, runtime: TrainerRuntime, path: AnyPath, *, optimizer: bool, scheduler: bool
 ) -> StateDict:
-    """Load a file into model, optimizer and scheduler; everything is checked before anything is changed."""
+    """Load a file into model, optimizer and scheduler. Everything is checked before anything changes."""
     runtime.wait_for_everyone()
     if not Path(path).exists():
         raise FileNotFoundError(f"no checkpoint at {path}. Expected a file that save_checkpoint wrote.")
@@ -266,7 +266,7 @@ def _warn_unsaved(message: str) -> None:
 
 
 def load_state(state: State, folder: AnyPath) -> StateDict:
-    """Restore from a folder what is there already (model, optimizer, counters), and return its entries.
+    """Restore from a folder what already exists (model, optimizer, counters), and return its entries.
 
     Loader and scheduler are made by `train()`, which restores them then, from the same folder.
     """
@@ -294,12 +294,12 @@ def restore_from(state: State, folder: AnyPath) -> "Restored | None":
 
 
 def plain_scheduler_state(scheduler: Any) -> StateDict:
-    """Return a scheduler's state without the functions some keep in it; they are made again with the scheduler."""
+    """Return a scheduler's state without functions. They are created again with the scheduler."""
     return {name: value for name, value in scheduler.state_dict().items() if _is_loadable(value)}
 
 
 def check_entries(custom: Mapping[str, object] | None) -> None:
-    """Reject entries of the user's own that take a name of ours or cannot be loaded safely."""
+    """Raise for custom entries that use a reserved name or cannot be loaded safely."""
     for name, value in (custom or {}).items():
         if name in RESERVED:
             raise TypeError(f"checkpoint_kwargs[{name!r}]: this name is reserved for the checkpoint itself.")

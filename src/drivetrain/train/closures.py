@@ -1,11 +1,9 @@
-"""Repeating an update's forward and backward passes, for optimizers that look at the loss more than once (SAM, LBFGS).
+"""Repeat the forward and backward passes of an update, for optimizers that evaluate the loss more than once (SAM, LBFGS).
 
-While such an optimizer is in use, the batches of the open accumulation window are remembered, each with its
-random numbers. Evaluating again runs the very same passes: same batches, same dropout, same mixing. Plugins see one pass only.
-Callbacks, loggers, trackers and metrics are set aside, buffers (running statistics) are restored, and only algorithms act again,
-because what they do to batch, outputs, loss and gradients is part of the function that is minimised.
-
-With any other optimizer nothing is remembered.
+While such an optimizer is in use, the batches of the open accumulation window are stored with their random states. Evaluating
+again runs the same passes: same batches, same dropout, same mixing. Plugins see only one pass. Callbacks, loggers, trackers and
+metrics are disabled, buffers (running statistics) are restored, and only algorithms run again, because what they do to batch,
+outputs, loss and gradients is part of the function that is minimised. With any other optimizer nothing is stored.
 """
 
 import copy
@@ -37,7 +35,7 @@ _STEP_FIELDS = ("batch", "outputs", "loss", "losses", "batch_output", "sample_in
 
 
 def requires_closure(optimizer: object) -> bool:
-    """Return whether an optimizer's `step` cannot do without a closure, as LBFGS's."""
+    """Return whether an optimizer's `step` needs a closure, as LBFGS's does."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return False
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -70,7 +68,7 @@ class _KnownBatch(NamedTuple):
 
 
 class WindowPasses(Protocol):
-    """The loop that makes the passes of a window."""
+    """The loop that runs the passes of a window."""
 
     run: "Run"
     state: State
@@ -83,7 +81,7 @@ class WindowPasses(Protocol):
 
 
 class WindowRepeat:
-    """Remembers the batches of a window, steps the optimizer with a closure, and is that closure.
+    """Stores the batches of a window, steps the optimizer with a closure, and is that closure.
 
     It lives on the State, which saves it. The loop is passed to each call and not kept.
     """
@@ -99,7 +97,7 @@ class WindowRepeat:
         self._overflowed = False
 
     def prepare(self, optimizer: object, scaler: torch.amp.GradScaler | None) -> bool:
-        """Look at the optimizer of the run, once everything is loaded and in place; return whether it evaluates more than once."""
+        """Inspect the optimizer of the run when everything is loaded. Return whether it evaluates more than once."""
         self._returns_loss = requires_closure(optimizer)
         self.is_wanted = self._returns_loss or bool(getattr(optimizer, "needs_closure", False))
         if not self.is_wanted:
@@ -112,7 +110,7 @@ class WindowRepeat:
         return self.is_wanted
 
     def remember(self, run: "Run", state: State, batch: object) -> None:
-        """Keep a batch of the window, before anything has been done to it."""
+        """Store a batch of the window before anything changes it."""
         if run.stepper.window.opens:
             self._memories = []
         info = None if run.data.source is None else run.data.source.batch_info
@@ -128,7 +126,7 @@ class WindowRepeat:
         )
 
     def step(self, passes: WindowPasses) -> None:
-        """Step the optimizer, which may evaluate the window again; non-finite gradients skip the step and lower the scale."""
+        """Step the optimizer, which may evaluate the window again. Non-finite gradients skip the step and lower the scale."""
         stepper, self._overflowed = passes.run.stepper, False
         scaler = stepper.scaler
         before = None if scaler is None else scaler.get_scale()
@@ -139,7 +137,7 @@ class WindowRepeat:
         self._memories = []
 
     def evaluate(self, passes: WindowPasses) -> Tensor | None:
-        """Compute the gradients of the window at the present weights; return its loss to an optimizer that reads it."""
+        """Compute the gradients of the window at the current weights. Return its loss to an optimizer that reads it."""
         run, state, stepper = passes.run, passes.state, passes.run.stepper
         if not self._memories:
             raise ConfigError("there is no batch to evaluate again: a closure works only inside the Trainer's step.")
@@ -212,12 +210,12 @@ class WindowRepeat:
                 state.generators[name].set_state(value)
 
     def state_dict(self) -> StateDict:
-        """Return the batches of an open window, so that a run that stops inside one can still evaluate it again."""
+        """Return the batches of an open window, so that a resumed run can evaluate it again."""
         is_open = self.stepper is not None and self.stepper.window.count > 0
         return {"memories": [vars(memory) for memory in self._memories] if is_open else []}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Remember the batches of the window that was open."""
+        """Restore the batches of the open window."""
         self._memories = []
         for saved in state["memories"]:
             kept = {**saved, "batch": move_to_device(self._device, saved["batch"])}

@@ -1,6 +1,6 @@
-"""Evaluation, inside a training run and on its own, and what an epoch records.
+"""Evaluation, inside a training run and separately, and what an epoch records.
 
-An evaluation interrupts training and must leave no trace in it: modes, batch, events and random numbers are restored afterwards.
+An evaluation interrupts training and must not affect it: modes, batch, events and random states are restored afterwards.
 """
 
 import warnings
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 def evaluation_mode(
     trainer: "EvaluationLoop", is_intermediate: bool, loader: object, set_name: str | None
 ) -> Iterator[None]:
-    """Give an evaluation its own loss tracker and events; restore modes, batch and random numbers, also after an error."""
+    """Give an evaluation its own loss tracker and events. Restore modes, batch and random states, also after an error."""
     state, run = trainer.state, trainer.run
     measures = run.measures
     tracker, logged = measures.tracker, measures.logged
@@ -68,7 +68,7 @@ def evaluation_mode(
 
 @contextmanager
 def report_errors(trainer: "Trainer", close: Callable[[BaseException], None]) -> Iterator[None]:
-    """Explain an error; `close` reports it to every plugin, which closes what it holds."""
+    """Explain an error, notify every plugin, and release what it refers to."""
     try:
         yield
     except BaseException as error:
@@ -81,7 +81,7 @@ def report_errors(trainer: "Trainer", close: Callable[[BaseException], None]) ->
 
 @contextmanager
 def own_events(trainer: TrainerHooks, after_forward: Event) -> Iterator[None]:
-    """Let `forward` fire the event of this phase, and the loss fire none."""
+    """Make `forward` fire the event of this phase, and the loss fire none."""
     step = trainer.run.loss
     before = step.after_forward, step.before_loss
     step.after_forward, step.before_loss = after_forward.value, False
@@ -104,7 +104,7 @@ def restored_modes(model: object) -> Iterator[None]:
 
 @contextmanager
 def evaluating_optimizer(optimizer: Any) -> Iterator[None]:
-    """Switch an optimizer with modes (schedule-free) to evaluation: the weights are evaluated, not trained."""
+    """Switch an optimizer with modes (schedule-free) to evaluation, so that the evaluation weights are used."""
     has_modes = callable(getattr(type(optimizer), "eval", None)) and callable(getattr(type(optimizer), "train", None))
     was_training = getattr(optimizer, "training", True)
     if has_modes:
@@ -118,7 +118,7 @@ def evaluating_optimizer(optimizer: Any) -> Iterator[None]:
 
 @contextmanager
 def discarded_history(logbook: Logbook) -> Iterator[None]:
-    """Record into a history that is thrown away afterwards."""
+    """Record into a temporary history that is discarded afterwards."""
     history, logbook.history = logbook.history, InMemoryRunHistory()
     try:
         yield
@@ -127,7 +127,7 @@ def discarded_history(logbook: Logbook) -> Iterator[None]:
 
 
 class EvaluationLoop(TrainerHooks):
-    """Evaluates, and records what was measured."""
+    """Evaluates, and records the results."""
 
     engine: Engine
 
@@ -135,7 +135,7 @@ class EvaluationLoop(TrainerHooks):
 
     @property
     def evaluates_inside_epochs(self) -> bool:
-        """Whether `eval_interval` requests evaluations inside epochs, which then count as much as those after an epoch."""
+        """Whether `eval_interval` requests evaluations inside epochs, which then count like those after an epoch."""
         return self.run.evaluation.is_due is not None
 
     def _run_evaluation(self) -> None:
@@ -342,7 +342,7 @@ def run_prediction(
     padding_value: float | None = None,
     generates: bool = False,
 ) -> Any:
-    """Run the prediction loop and join its outputs, or what the model generates."""
+    """Run the prediction loop and concatenate its outputs or generated sequences."""
     state, fire, parts = trainer.state, trainer.run.fire, []
     move = loaders.mover(trainer.device, loader)
     with (

@@ -1,7 +1,8 @@
-"""Where a batch failed: which batch, which layer or loss function, and what it was given.
+"""Where a batch failed: which batch, which layer or loss function, and its inputs.
 
-Everything is read from the traceback after the error, so a run that works pays nothing. An error that torch raised in a layer or in the
-loss of the first batch becomes a `BatchError`, which names what to look at. Any other error passes unchanged, with a note.
+Everything is read from the traceback after the error, so a run without errors pays nothing. An error that torch raised in a layer
+or in the loss of the first batch becomes a `BatchError`, which names what to check. Any other error is raised unchanged, with a
+note.
 """
 
 import inspect
@@ -55,7 +56,7 @@ class StepFailure(NamedTuple):
 
 
 def explain_failure(error: BaseException, model: object, loss_func: object, batch_index: int) -> BaseException:
-    """Return the error to raise: the same one with a note, or a `BatchError` where torch could not use the first batch."""
+    """Return the error to raise: the same one with a note, or a `BatchError` if torch could not process the first batch."""
     if not isinstance(error, Exception) or isinstance(error, BatchError):
         return error
     failure = _read(error, loss_func)
@@ -150,7 +151,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def check_loss_inputs(loss_func: object, outputs: object, targets: object) -> None:
-    """Check the first batch before a loss of torch sees it: outputs must be a tensor, and class labels must be classes.
+    """Check the first batch before a loss of torch receives it: outputs must be a tensor, and labels must be valid classes.
 
     Labels are read back to the host, once. On a GPU a label out of range would end the process' use of the device.
     """
@@ -200,7 +201,7 @@ _POSITION = frozenset(
 
 
 class LastGoodState:
-    """A copy in host memory of what an update changes, to return to.
+    """A copy in host memory of what an update changes, for a rollback.
 
     It is taken when a run begins, every so many updates, and with every checkpoint: so a resumed run returns to the same state.
     """
@@ -214,11 +215,11 @@ class LastGoodState:
 
     def _live(self) -> State:
         state = self._session()
-        assert state is not None, "the session is gone"
+        assert state is not None, "the State was deleted"
         return state
 
     def begin(self) -> None:
-        """Take the first copy, once the run has its random numbers."""
+        """Take the first copy, when the run has its random states."""
         if not self._state:
             self.take()
 
@@ -230,7 +231,7 @@ class LastGoodState:
             self.take()
 
     def take(self) -> None:
-        """Copy the state; every rank must call this."""
+        """Copy the state. Every rank must call this."""
         state = self._live()
         excluded, state._excluded = state._excluded, state._excluded | _POSITION
         try:
@@ -240,7 +241,7 @@ class LastGoodState:
         self._rng, self.step = capture_rng(), state.clock.step
 
     def restore(self) -> None:
-        """Return to the copy, apart from the position in the data."""
+        """Roll back to the copy, except for the position in the data."""
         state = self._live()
         before, state._before_load = state._before_load, None
         mode = torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
@@ -259,7 +260,7 @@ class LastGoodState:
 def prepare_recovery(
     run: "Run", state: State, plugins: Sequence[Any], logbook: "Logbook", report: Callable[[str], None]
 ) -> None:
-    """Decide once whether updates are tested, by whom, and whether there is a state to roll back to."""
+    """Decide once whether and how updates are tested, and whether there is a state to roll back to."""
     stepper, guard = run.stepper, run.stepper.guard
     watches = [plugin for plugin in plugins if getattr(plugin, "rejects_batches", False)]
     returns_after_rejection = any(plugin.rolls_back for plugin in watches)
@@ -301,7 +302,7 @@ class Recovery:
         self._returns_after_rejection = returns_after_rejection
 
     def act_on(self, verdict: int) -> None:
-        """Act on what the guard has found."""
+        """Act on the result of the guard."""
         guard, batch = self._stepper.guard, self._clock.batch + 1
         policy, is_nonfinite = guard.policy, bool(verdict & NONFINITE)
         if is_nonfinite:

@@ -39,7 +39,7 @@ class LayerGroup(NamedTuple):
 
 
 class ModelFreezer:
-    """Freezes and unfreezes groups of layers; all parameters are unfrozen first.
+    """Freezes and unfreezes groups of layers. All parameters are unfrozen first.
 
     Args:
         model: the model; its direct children are the groups.
@@ -62,7 +62,7 @@ class ModelFreezer:
         self.num_groups = len(self._layer_groups)
 
     def get_layer_groups(self) -> list[LayerGroup]:
-        """Return the groups in the order in which the model defines them."""
+        """Return the groups in the model's order."""
         return [
             LayerGroup(self._both_indexes(index), group, any(not p.requires_grad for p in group.parameters()))
             for index, group in enumerate(self._layer_groups)
@@ -73,11 +73,11 @@ class ModelFreezer:
         return [Layer(self._both_indexes(index), layer, self._is_frozen(layer)) for index, layer in self._layers]
 
     def get_trainable_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that training will change."""
+        """Return the trainable parameters."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def freeze(self, from_index: int = 0, to_index: int = -2, set_modules_as_eval: bool = False) -> None:
-        """Freeze these groups, both ends included: by default all but the last."""
+        """Freeze these groups, both ends included; by default all but the last."""
         self._change(from_index, to_index, trainable=False, set_mode=set_modules_as_eval)
 
     def unfreeze(
@@ -137,7 +137,7 @@ class ModelFreezer:
 
 
 def restore_frozen_modes(model: object) -> None:
-    """Restore eval mode of modules that were frozen in it; the Trainer calls this after `model.train()`."""
+    """Restore eval mode of modules that were frozen in it. The Trainer calls this after `model.train()`."""
     if isinstance(model, nn.Module):
         for module in model.modules():
             if _KEPT_IN_EVAL in module.__dict__:

@@ -1,12 +1,14 @@
-"""`history.bin`: the history of a run, in a file next to its checkpoints that only grows.
+"""`history.bin`: the history of a run, in an append-only file next to its checkpoints.
 
-A checkpoint does not contain the history. It refers to this file by name, length and SHA-256, so a save writes what was recorded since the
-last one, however long the run is. The file is a line that names the format, then blocks: the lengths of header and data, the header in
-JSON, the data. Each block names the place in the file that it continues (`after`). A run that resumes from an older checkpoint
-appends a block that continues there, and what other checkpoints refer to stays as it is: nothing in the file is ever changed or removed.
+A checkpoint does not contain the history. It refers to this file by name, length and SHA-256, so a save writes only what was
+recorded since the last one, however long the run is.
 
-Data of a series: its steps (int64), its numbers (float64), both little-endian, and one byte for each value with its kind, where
-not all are floats. Values that are not numbers are in the header, and their tensors are a safetensors block at the end of the data.
+The file has a line that names the format, then blocks: the lengths of header and data, the header in JSON, the data. Each block
+names the position in the file that it continues (`after`). A run that resumes from an older checkpoint appends a block that
+continues there, and what other checkpoints refer to is not changed: nothing in the file is ever changed or removed.
+
+Data of a series: its steps (int64), its numbers (float64), both little-endian, and one byte for each value with its kind, if not
+all are floats. Values that are not numbers are in the header, and their tensors are a safetensors block at the end of the data.
 """
 
 import bisect
@@ -65,7 +67,7 @@ class Series:
         return len(self.numbers)
 
     def append(self, value: object, epoch: int, step: int) -> None:
-        """Add a value; a number of numpy becomes one of Python."""
+        """Append a value. A numpy number becomes a Python number."""
         if type(value) is float:
             self.numbers.append(value)
             if self.kinds is not None:
@@ -80,7 +82,7 @@ class Series:
             self.epochs.append((len(self.numbers) - 1, epoch))
 
     def put(self, position: int, value: Any, dtype: torch.dtype | None = None) -> None:
-        """Set a value; with a dtype, to a number that was in a tensor of it."""
+        """Set a value; with a dtype, to a number from a tensor of that type."""
         if isinstance(value, Tensor):
             value = value.detach()
             if value.numel() == 1 and value.is_cpu and value.dtype in DTYPES:
@@ -124,12 +126,12 @@ class Series:
         return [(epoch, step) for (start, epoch), end in zip(self.epochs, ends) for step in self.steps[start:end]]
 
     def epochs_from(self, position: int) -> list[tuple[int, int]]:
-        """Return where epochs begin in the part from a position on, counted from there."""
+        """Return where epochs begin in the part after a position, relative to it."""
         first = bisect.bisect_right(self.epochs, position, key=lambda run: run[0]) - 1
         return [(max(start - position, 0), epoch) for start, epoch in self.epochs[max(first, 0) :]]
 
     def copy(self) -> "Series":
-        """Return a copy that can grow on its own."""
+        """Return an independent copy."""
         copied = Series()
         copied.numbers, copied.steps = self.numbers[:], self.steps[:]
         copied.kinds = None if self.kinds is None else self.kinds[:]
@@ -151,7 +153,7 @@ _PIECE = 1 << 22
 
 
 class DamagedHistoryError(CheckpointError):
-    """The file does not have the content that the checkpoint refers to."""
+    """The content of the file differs from what the checkpoint refers to."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class Reference:
 
     @classmethod
     def from_state(cls, state: object) -> "Reference":
-        """Read what a checkpoint holds, which another person may have written."""
+        """Read the reference in a checkpoint, which is untrusted."""
         if (
             not isinstance(state, Mapping)
             or not isinstance(state.get("name"), str)
@@ -180,7 +182,7 @@ class Reference:
 
 @dataclass
 class HistoryFile:
-    """The file in one folder that one history appends to.
+    """The file in one folder to which one history appends.
 
     `prepare` encodes what is new and returns the reference for a checkpoint. `commit` writes and flushes it, and must have returned before
     that checkpoint becomes valid. A commit that failed is made up for by the next one.
@@ -200,7 +202,7 @@ class HistoryFile:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def prepare(self, series: Mapping[str, Series]) -> Reference:
-        """Encode what the file does not have yet, and return the reference to all of it."""
+        """Encode what is not in the file yet, and return the reference to all of it."""
         with self._lock:
             if self._digest is not None and not self._is_whole():
                 logger.warning(
@@ -219,7 +221,7 @@ class HistoryFile:
             return Reference(self.name, self._end, self._digest.hexdigest())
 
     def commit(self) -> None:
-        """Write what was prepared; when this returns, it is on the disk."""
+        """Write what was prepared, and flush it to the disk."""
         with self._lock:
             if not self._waiting:
                 return
@@ -319,7 +321,7 @@ class _Block(NamedTuple):
 
 
 def read_history(folder: Path, reference: Reference) -> dict[str, Series] | None:
-    """Return the series that a checkpoint refers to, None where the file is not there; a changed file is an error."""
+    """Return the series that a checkpoint refers to, None if the file does not exist. A changed file is an error."""
     path = folder / reference.name
     try:
         with open_to_read(path) as file:

@@ -1,4 +1,4 @@
-"""What a Trainer holds, and the hooks that users override: what happens at each place of the loop, one method each."""
+"""The state of a Trainer, and the hooks that users override: one method for each position in the loop."""
 
 from collections.abc import Mapping
 from operator import attrgetter
@@ -85,7 +85,7 @@ class TrainerHooks:
 
     @property
     def model(self) -> Any:
-        """The model; wrapped while several processes train it, the user's own before and after."""
+        """The model. It is wrapped while several processes train it; before and after it is the user's own."""
         return self.state.model
 
     @model.setter
@@ -94,7 +94,7 @@ class TrainerHooks:
 
     @property
     def loss_func(self) -> Any:
-        """The loss function `(outputs, targets) -> loss`, or None when the model carries its loss."""
+        """The loss function `(outputs, targets) -> loss`, or None if the model returns its loss."""
         return self.state.loss_fn
 
     @loss_func.setter
@@ -104,7 +104,7 @@ class TrainerHooks:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer, exactly as it was given."""
+        """The optimizer exactly as given."""
         optimizers = self.state.optimizers
         return optimizers[0] if optimizers else None
 
@@ -125,7 +125,7 @@ class TrainerHooks:
 
     @property
     def run_history(self) -> RunHistory:
-        """What is recorded, by metric."""
+        """The recorded values, by metric."""
         return self.logbook.history
 
     @run_history.setter
@@ -134,12 +134,12 @@ class TrainerHooks:
 
     @property
     def last_checkpoint(self) -> AnyPath | None:
-        """The checkpoint that the run was resumed from, or the last that it has written."""
+        """The checkpoint that the run was resumed from, or the last one it wrote."""
         return None if self.run.checkpoints is None else self.run.checkpoints.last
 
     @property
     def writes_files(self) -> bool:
-        """Whether this run may write: a development run leaves nothing behind."""
+        """Whether this run may write files. A development run (`fast_dev_run`) does not."""
         settings = self.run.settings
         return not (self.run.is_running and settings is not None and settings.fast_dev_run)
 
@@ -157,17 +157,19 @@ class TrainerHooks:
 
     @property
     def device(self) -> torch.device:
-        """Where the model and the batches live."""
+        """The device of the model and the batches."""
         return self.runtime.device
 
     def request_stop(self, reason: str | Exception = "a stop was requested") -> None:
-        """Ask for an orderly end at the next step boundary; all ranks will agree."""
+        """Request an orderly end at the next step boundary. All ranks stop together."""
         if not isinstance(reason, (StopTrainingError, TrainingStopped)):
             reason = StopTrainingError(str(reason))
         self.run.agreement.stop = self.run.agreement.stop or reason
 
     def log(self, name: str, value: float | Tensor, weight: float | None = None) -> None:
-        """Keep a value on the device and record its weighted mean over the epoch as `train_<name>_epoch` or `eval_<name>_epoch`."""
+        """Record the weighted mean of a value over the epoch as `train_<name>_epoch` or `eval_<name>_epoch`. The value stays on
+        the device.
+        """
         output = self.state.batch_output
         if weight is None:  # inside a loss hook its output is not there yet
             weight = output["batch_size"] if isinstance(output, Mapping) else batch_size_of(None, self.state.batch)
@@ -175,7 +177,7 @@ class TrainerHooks:
         tracker.update(value.detach() if isinstance(value, Tensor) else value, weight)
 
     def gather(self, tensor: Any, padding_value: object = None) -> Any:
-        """Join tensors of all processes along the first dimension; unequal lengths are exchanged, so nothing is padding."""
+        """Concatenate tensors of all processes along the first dimension. Lengths may differ; nothing is padded."""
         return self.runtime.gather(tensor)
 
     def print(self, *args: object, **kwargs: Any) -> None:
@@ -183,7 +185,7 @@ class TrainerHooks:
         self.runtime.print(*args, **kwargs)
 
     def get_model(self, keep_torch_compile: bool = True) -> Any:
-        """Return the user's model without what the trainer wrapped around it.
+        """Return the user's model without the trainer's wrappers.
 
         After a run that sharded it, its `state_dict()` and `save_pretrained()` gather the whole weights: call them on all ranks.
         """
@@ -195,13 +197,13 @@ class TrainerHooks:
         """Run before the first epoch."""
 
     def train_epoch_start(self) -> None:
-        """Put the model into training mode, apart from what a `ModelFreezer` keeps in evaluation mode."""
+        """Put the model into training mode, except for modules that a `ModelFreezer` keeps in evaluation mode."""
         if isinstance(self.model, nn.Module):
             self.model.train()
             restore_frozen_modes(self.model)
 
     def calculate_train_batch_loss(self, batch: Any) -> BatchOutput:
-        """Return `loss`, `model_outputs` and `batch_size` of one training batch; may hold `num_items`, `losses` and more."""
+        """Return `loss`, `model_outputs` and `batch_size` of one training batch, optionally `num_items`, `losses` and more."""
         step = self.run.loss
         form = step.form if type(batch) is step.form_type and step.form is not None else self._form_of(batch)
         if self.runtime.precision.autocast_dtype is None:
@@ -244,7 +246,7 @@ class TrainerHooks:
         raise NotImplementedError  # `TrainerLoop` makes the passes
 
     def scheduler_step(self) -> None:
-        """Move the learning rate on, unless the update was skipped."""
+        """Advance the learning rate, unless the update was skipped."""
         if self.state.schedulers and not self.runtime.optimizer_step_was_skipped:
             self.scheduler.step()
 
@@ -287,28 +289,28 @@ class TrainerHooks:
         return {"model_outputs": self.forward(*args, **kwargs)}
 
     def get_metric_inputs(self, batch: Any, batch_output: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return what metrics compare: what was generated, or outputs (or their logits), and targets."""
+        """Return what metrics compare: generated sequences or outputs (or their logits), and targets."""
         generated = batch_output.get("generated")
         outputs = logits_of(batch_output["model_outputs"]) if generated is None else generated
         return outputs, self._form_of(batch).targets(batch)
 
     def calculate_generation_batch(self, batch: Any) -> Any:
-        """Return the sequences that the model generates for the inputs of a batch, where `generate=` asks for them."""
+        """Return the sequences that the model generates for the inputs of a batch, if `generate=` requests them."""
         args, kwargs = generation_inputs(self._form_of(batch), batch)
         return self.generate(*args, **kwargs)
 
     # ------------------------------------------------------------------ hooks: loaders and scheduler
 
     def get_default_train_dl_kwargs(self, batch_size: int) -> Settings:
-        """Return what the training loader gets by default."""
+        """Return the default arguments of the training loader."""
         return {"shuffle": True, **loaders.default_kwargs(self.device, self.train_dataset, batch_size)}
 
     def get_default_eval_dl_kwargs(self, batch_size: int) -> Settings:
-        """Return what the evaluation loader gets by default."""
+        """Return the default arguments of the evaluation loader."""
         return {"shuffle": False, **loaders.default_kwargs(self.device, self.eval_dataset, batch_size)}
 
     def create_scheduler(self) -> Any:
-        """Return the scheduler that `create_scheduler_fn` makes for the optimizer, its placeholders filled in."""
+        """Return the scheduler that `create_scheduler_fn` makes for the optimizer, with its placeholders filled in."""
         if not callable(self.create_scheduler_fn):
             return self.create_scheduler_fn  # an instance; its optimizer has been checked
         if follows_state(self.create_scheduler_fn):
@@ -324,7 +326,7 @@ class TrainerHooks:
     # ------------------------------------------------------------------ forward and loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model in the run's precision and let algorithms see its outputs."""
+        """Call the model in the run's precision and let algorithms process its outputs."""
         state, run = self.state, self.run
         if self.runtime.precision.autocast_dtype is None or run.loss.in_region:
             outputs = state.model(*args, **kwargs)
@@ -346,7 +348,7 @@ class TrainerHooks:
             return call_generate(self.model, args, {**kwargs, **(self.run.generate or {})})
 
     def compute_loss(self, outputs: Any, targets: Any = None) -> Tensor:
-        """Compute the loss of outputs and targets, after algorithms may have changed both."""
+        """Compute the loss of outputs and targets, after algorithms had the chance to change both."""
         state, step = self.state, self.run.loss
         if step.before_loss:
             step.saw_loss = True

@@ -1,7 +1,7 @@
-"""How much the loss of each batch counts, in the mean over a window, an epoch or an evaluation.
+"""The weight of each batch's loss in the mean over a window, an epoch or an evaluation.
 
-The first batch of a phase is watched (`drivetrain.module.loss_items`): that shows what its loss is a mean over. Later batches are
-counted from their labels on the device, and only where the number of samples is not enough.
+The first batch of a phase is watched (`drivetrain.module.loss_items`), which shows what its loss is a mean over. Later batches
+are counted from their labels on the device, and only if the number of samples is not enough.
 """
 
 import sys
@@ -30,7 +30,7 @@ CountItems = Callable[..., Count] | str
 
 
 def check_count_items(count_items: object) -> CountItems | None:
-    """Return the argument if it is a way to count."""
+    """Return the argument if it is a valid way to count."""
     if count_items is None or (isinstance(count_items, str) and count_items == "labels"):
         return count_items
     if callable(count_items):
@@ -58,18 +58,18 @@ class LossCounting:
 
     @property
     def is_sum(self) -> bool:
-        """Whether losses are sums: those of parts add up to that of the whole."""
+        """Whether losses are sums, so that those of parts add up to the total."""
         return self.items.kind == "sum" and self._given is None
 
     def agree(self) -> None:
-        """Let ranks that found different things weigh by samples, all of them."""
+        """Make all ranks weigh by samples if they found different results."""
         found = self.items
         everywhere = all_gather_values((found.kind, found.path, found.cut, found.ignore_index))
         if any(other != everywhere[0] for other in everywhere):
             self._decide(UNKNOWN, None, None)
 
     def prefer_samples(self, batch: object) -> None:
-        """Count samples where rows have one label each and none of this batch is ignored; only reported means depend on the count here."""
+        """Count samples if rows have one label each and none of this batch is ignored. Here only reported means depend on the count."""
         items = self.items
         is_alike = self._given is None and items.kind == "labels" and items.is_one_per_row
         if is_alike and items.count(batch) == batch_size_of(None, batch):  # once per run; this synchronizes the host
@@ -82,7 +82,7 @@ class LossCounting:
     def watched(
         self, trainer: "TrainerHooks", hook: Callable[..., BatchOutput], batch: object, loader: object
     ) -> BatchOutput:
-        """Return what a loss hook makes of a batch, and decide from it how batches are counted."""
+        """Return the result of a loss hook for a batch, and decide from it how batches are counted."""
         watch = LossWatch(batch, batch_size_of(None, batch))
         is_compiled = _is_compiled(trainer.model) or _is_compiled(trainer.loss_func)
         if is_compiled:  # only a loss function outside what is compiled can be followed
@@ -117,7 +117,7 @@ class LossCounting:
 
 
 class BatchSizes(Protocol):
-    """How many samples a batch has."""
+    """The number of samples of a batch."""
 
     @property
     def size(self) -> int:
@@ -129,7 +129,7 @@ class BatchSizes(Protocol):
 
 
 class BatchInHand(Protocol):
-    """What knows of the batch in hand: a `SmartDataLoader`, or what is remembered of one."""
+    """Information about the current batch: a `SmartDataLoader`, or a record of one."""
 
     @property
     def batch_info(self) -> BatchSizes | None:
@@ -137,11 +137,11 @@ class BatchInHand(Protocol):
 
     @property
     def sample_index(self) -> object:
-        """Which samples they are."""
+        """The indices of the samples."""
 
 
 class Part(NamedTuple):
-    """Which part of its batch a loss is of, where batches are split into micro-batches."""
+    """Which part of its batch a loss belongs to, if batches are split into micro-batches."""
 
     parts: int = 1
     is_last: bool = True
@@ -153,7 +153,7 @@ WHOLE = Part()
 
 
 def items_of(output: BatchOutput, info: BatchSizes | None, world: int, is_split: bool) -> tuple[Count, Count | None]:
-    """Return how many items a loss is a mean over, on this rank and on all of them; None where only a reduction shows it.
+    """Return how many items a loss is a mean over, on this rank and on all ranks; None if only a reduction can tell.
 
     `info` is what the loader knows of the batch.
     """
@@ -177,7 +177,7 @@ def _has_equal_rows(items: LossItems, loader: object) -> bool:
 
 
 def counts_rows_alike(items: LossItems, dataset: object, collate: object = None) -> bool:
-    """Whether every row of the data counts the same, so that samples may be counted instead, which costs nothing."""
+    """Return whether every row of the data has the same weight, so that samples can be counted instead, which costs nothing."""
     if type(dataset) is not TensorDataset or collate not in (None, default_collate):
         return False
     if items.kind == "elements":
@@ -222,7 +222,7 @@ def _is_compiled(function: object) -> bool:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run compiled functions as they were written; where nothing can be compiled, the compiler is not even imported."""
+    """Run compiled functions uncompiled. If nothing can be compiled, the compiler is not imported."""
     if "torch._dynamo" not in sys.modules:
         yield
         return

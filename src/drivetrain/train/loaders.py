@@ -1,7 +1,7 @@
-"""What the loop needs from its data: loaders built, placed, limited and measured.
+"""What the loop needs from its data: loaders that are built, placed, limited and measured.
 
-A loader the Trainer builds is a `SmartDataLoader`: it delivers on the device, tracks its position and counts samples over all ranks.
-A loader the user built is used as it is; what it does not know is found out another way.
+A loader that the Trainer builds is a `SmartDataLoader`: it delivers on the device, tracks its position and counts samples over
+all ranks. A loader that the user built is used unchanged; what it does not report is determined in other ways.
 """
 
 import itertools
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
 
 
 def keep_data_ranks(shared: "SharedParts") -> None:
-    """Remember which samples this rank reads by a Trainer's plan, for all its runs."""
+    """Store which samples this rank reads by a Trainer's plan, for all its runs."""
     is_shared = num_data_ranks() != get_num_processes()
     shared.data_ranks = (data_rank(), num_data_ranks(), data_group()) if is_shared else None
     use_data_ranks(shared)
 
 
 def use_data_ranks(shared: "SharedParts") -> None:
-    """Read the samples that a Trainer's plan gives to this rank; the plan of another Trainer holds for that one only."""
+    """Read the samples that a Trainer's plan assigns to this rank. The plan of another Trainer applies to that one only."""
     if shared.data_ranks is not None:
         set_data_ranks(*shared.data_ranks, of_trainer=True)
     elif data_ranks_are_of_a_trainer():
@@ -62,14 +62,14 @@ def use_data_ranks(shared: "SharedParts") -> None:
 
 
 def is_ready_loader(data: object) -> TypeGuard[Iterable[object]]:
-    """Whether this is a loader already, not a dataset to build one for."""
+    """Return whether this is a loader, and not a dataset to build one for."""
     if isinstance(data, DataLoader | DataLoaderSlice):
         return True
     return not isinstance(data, Dataset) and hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
 
 
 class EvaluationLoaders:
-    """The loaders of several evaluation sets, by name; any other attribute is that of the first."""
+    """The loaders of several evaluation sets, by name. Any other attribute is that of the first."""
 
     def __init__(self, loaders: Mapping[str, Any]):
         self._loaders = dict(loaders)
@@ -136,7 +136,7 @@ def default_kwargs(device: torch.device | str, dataset: object, batch_size: int)
 
 
 def num_nodes() -> int:
-    """Return the number of machines, as far as the launcher describes it."""
+    """Return the number of machines that the launcher reports."""
     import os
 
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
@@ -144,7 +144,7 @@ def num_nodes() -> int:
 
 
 def merge_kwargs(dataset: object, defaults: Settings, given: Mapping[str, object] | None) -> Settings:
-    """Return the loader's arguments: a user's key wins, and takes with it the defaults it rules out."""
+    """Return the loader's arguments. The user's values win, and remove defaults that contradict them."""
     given = dict(given or {})
     merged = {**defaults, **given}
     ruled_out: set[str] = set()
@@ -162,7 +162,7 @@ def merge_kwargs(dataset: object, defaults: Settings, given: Mapping[str, object
 
 
 def with_settings(settings: TrainSettings, kwargs: Mapping[str, object] | None) -> Settings | None:
-    """Add the batch size over all processes, and the fixed order of an overfitting test, to the user's loader arguments."""
+    """Add the global batch size, and the fixed order of an overfitting test, to the user's loader arguments."""
     added: Settings = {}
     if settings.global_batch_size is not None:
         added["global_batch_size"] = settings.global_batch_size
@@ -172,7 +172,7 @@ def with_settings(settings: TrainSettings, kwargs: Mapping[str, object] | None) 
 
 
 def prepare(device: torch.device | str, loader: object, limit_batches: int | float | None) -> Any:
-    """Make a loader deliver this rank's share to the device, and cut it to a limit."""
+    """Make a loader deliver this rank's share to the device, and limit it."""
     if isinstance(loader, EvaluationLoaders):
         return map_loaders(lambda one: prepare(device, one, limit_batches), loader)
     loader = deliver(loader, device)
@@ -185,7 +185,7 @@ def prepare(device: torch.device | str, loader: object, limit_batches: int | flo
 
 
 def deliver(loader: object, device: torch.device | str) -> Any:
-    """Return a loader that delivers this rank's share, on the device where it can; a torch loader has the attribute `device`."""
+    """Return a loader that delivers this rank's share, on the device if possible. A torch loader has the attribute `device`."""
     if isinstance(loader, DataLoader) and not isinstance(loader, SmartDataLoader):
         if not is_distributed() or _splits_itself(loader):
             if not hasattr(loader, "device"):
@@ -214,7 +214,7 @@ def _splits_itself(loader: DataLoader[object]) -> bool:
 
 
 def check_training_loader(loader: Any, dataset: Any, settings: TrainSettings) -> None:
-    """Reject a loader without batches, and warn of one that can be read only once."""
+    """Raise for a loader without batches, and warn about one that can be read only once."""
     if isinstance(loader, Iterator) and settings.epochs != 1:
         warnings.warn(
             f"the training data is a {type(loader).__name__}, which can be read only once: epochs after the first will be empty. Give "
@@ -241,7 +241,7 @@ def check_training_loader(loader: Any, dataset: Any, settings: TrainSettings) ->
 
 
 def limit(loader: object, batches: int | float | None) -> Any:
-    """Return a loader that stops after so many batches, or after that fraction of them."""
+    """Return a loader that stops after a number of batches, or a fraction of them."""
     if batches is None:
         return loader
     if isinstance(loader, EvaluationLoaders):
@@ -265,14 +265,14 @@ def length(loader: Any) -> int | None:
 
 
 def smart_loader(loader: object) -> SmartDataLoader[Any] | None:
-    """Return the `SmartDataLoader` behind a loader, through a slice."""
+    """Return the `SmartDataLoader` inside a loader or a slice of it."""
     while isinstance(loader, DataLoaderSlice):
         loader = loader.dl
     return loader if isinstance(loader, SmartDataLoader) else None
 
 
 def is_padding(loader: object) -> bool:
-    """Return whether the batch in hand is only padding, because this rank had no sample left."""
+    """Return whether the current batch is only padding, because this rank had no samples left."""
     smart = smart_loader(loader)
     return smart is not None and smart.batch_info is not None and smart.batch_info.size == 0
 
@@ -288,7 +288,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def mover(device: torch.device | str, loader: object) -> Callable[..., object] | None:
-    """Return what brings a batch of this loader to the device; None where it is there already."""
+    """Return the function that moves batches of this loader to the device; None if they are already there."""
     smart = smart_loader(loader)
     if (smart is not None and smart.move_output) or torch.device(device).type == "cpu":
         return None
@@ -296,7 +296,7 @@ def mover(device: torch.device | str, loader: object) -> Callable[..., object] |
 
 
 def look_ahead(loader: Iterable[object]) -> Iterator[tuple[object, bool]]:
-    """Yield each batch with whether it is the last, by reading one batch ahead; a `SmartDataLoader` may know without.
+    """Yield each batch and whether it is the last, by reading one batch ahead. A `SmartDataLoader` may know without.
 
     >>> list(look_ahead("ab"))
     [('a', False), ('b', True)]
@@ -316,7 +316,7 @@ def look_ahead(loader: Iterable[object]) -> Iterator[tuple[object, bool]]:
 
 
 def move_model(runtime: "TrainerRuntime", model: object) -> Any:
-    """Put a model on the device in the run's precision; anything that is not a module stays as it is."""
+    """Move a model to the device in the run's precision. Objects that are not modules are returned unchanged."""
     if not isinstance(model, nn.Module):
         return model
     model = runtime.precision.cast_parameters(model)
@@ -324,7 +324,7 @@ def move_model(runtime: "TrainerRuntime", model: object) -> Any:
 
 
 def to_float32(value: object) -> Any:
-    """Return outputs with low-precision floats as float32, so that a user's loss is computed in it."""
+    """Return outputs with low-precision floats as float32, so that the user's loss is computed in float32."""
     return map_tensors(
         lambda tensor: tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor, value
     )
@@ -341,7 +341,7 @@ def token_counter(batch: object) -> Callable[..., int] | None:
 
 
 def sum_over_ranks(values: list[Count], device: torch.device | str) -> list[Count]:
-    """Add numbers up over the data ranks at once; sums on a device are tensors that are not read."""
+    """Sum numbers over the data ranks at once. Sums on a device are tensors that are not read."""
     import torch.distributed as dist
 
     kind: Settings = {
@@ -377,7 +377,7 @@ _LIMIT_VARIABLES = (_OWN_LIMIT_VARIABLE, LIMIT_BATCHES_ENV_VAR)  # the first tha
 
 
 class LimitBatches:
-    """A context in which every new Trainer runs at most so many batches per epoch; None lifts an outer limit.
+    """A context in which every new Trainer runs at most this many batches per epoch. None removes an outer limit.
 
     >>> with LimitBatches(3):
     ...     limit_from_environment()
@@ -405,7 +405,7 @@ class LimitBatches:
 
 
 def limit_from_environment() -> int | None:
-    """Return the number of batches the environment allows, or None for all of them."""
+    """Return the limit that the environment sets, or None."""
     name = next((name for name in _LIMIT_VARIABLES if os.environ.get(name)), None)
     if name is None or os.environ[name].strip().lower() == "none":
         return None
@@ -416,7 +416,7 @@ def limit_from_environment() -> int | None:
 
 
 class DataLoaderSlice:
-    """The first batches of a loader, or all of them for a size of None; everything else about it is the loader's."""
+    """The first batches of a loader, or all of them for a size of None. Everything else is delegated to the loader."""
 
     def __init__(self, dl: Any, slice_size: int | None):
         self.dl = dl
@@ -448,7 +448,7 @@ class OwnLoopCalls(NamedTuple):
 
 
 class OwnLoop:
-    """A loader whose batches are counted as they are taken; everything else about it is the loader's."""
+    """A loader whose batches are counted as they are taken. Everything else is delegated to the loader."""
 
     def __init__(self, run: "Run", state: State, loader: Any, calls: OwnLoopCalls):
         self._run, self._state, self.loader, self._calls = run, state, loader, calls
@@ -470,7 +470,7 @@ class OwnLoop:
         return getattr(self.loader, name)
 
     def close(self) -> None:
-        """Count the batch at which the loop was left, where it was left early."""
+        """Count the batch at which the loop was left early."""
         if self._steps is not None:
             self._steps.close()
         if self._in_step:

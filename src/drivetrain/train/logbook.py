@@ -1,8 +1,8 @@
-"""The one stream of metrics: what is recorded reaches the run history and every logger.
+"""The stream of metrics: what is recorded reaches the run history and every logger.
 
 Algorithms and monitors call `log_metrics`; epoch means come through `record`. A logger is any object with `log_metrics(metrics,
-step=...)`, or a sink with `scalar(tag, value)` such as the `Recorder`. `StepLosses` sends means inside an epoch: losses stay on the
-device, sums are added up over the data ranks there, and the logbook reads the quotient when it has arrived.
+step=...)`, or a sink with `scalar(tag, value)` such as the `Recorder`. `StepLosses` sends means inside an epoch: losses stay on
+the device, sums are computed over the data ranks there, and the logbook reads the quotient when it has arrived.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Logbook:
-    """Feeds the run history and the loggers of one trainer."""
+    """Writes to the run history and the loggers of one trainer."""
 
     def __init__(self, history: RunHistory, clock: Clock, loggers: Collection[Any]):
         run = current_run()
@@ -48,19 +48,19 @@ class Logbook:
         self.loggers = [*loggers, *([recorder] if recorder is not None and recorder not in loggers else [])]
 
     def record(self, name: str, value: object) -> None:
-        """Keep one value of an epoch: in the history under its prefixed name, and with every logger."""
+        """Record one value of an epoch: in the history under its prefixed name, and with every logger."""
         self.wait_for_steps()
         self.history.update_metric(name, value)
         self._send({f"{self.history.metric_name_prefix}{name}": value})
 
     def log_metrics(self, metrics: Mapping[str, object], step: int | None = None) -> None:
-        """Keep values of this moment; tensors stay on the device until a logger reads them."""
+        """Record current values. Tensors stay on the device until a logger reads them."""
         for name, value in metrics.items():
             self.history.update_metric(name, value.detach() if isinstance(value, Tensor) else value)
         self._send(metrics, step)
 
     def log_step(self, metrics: Mapping[str, Count]) -> None:
-        """Send values of one step to the loggers only: a history of every step would grow without end.
+        """Send values of one step to the loggers only: a history of every step would grow without limit.
 
         A sink reads a device by itself, later. Any other logger gets numbers, with their step, when they have arrived.
         """
@@ -74,7 +74,7 @@ class Logbook:
             self._deliver(self._readback.poll())
 
     def wait_for_steps(self) -> None:
-        """Give the loggers what is still on its way from the device; this synchronizes the host."""
+        """Send pending values to the loggers. This synchronizes the host."""
         self._deliver(self._readback.drain())
 
     def _deliver(self, arrived: list[tuple[Any, float]]) -> None:
@@ -85,7 +85,7 @@ class Logbook:
                 self._send(metrics, step, [logger for logger in self.loggers if not hasattr(logger, "scalar")])
 
     def log_hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
-        """Send to the loggers how the run is set up."""
+        """Send the settings of the run to the loggers."""
         for logger in self.loggers:
             for method in ("log_hyperparameters", "params"):
                 if hasattr(logger, method):
@@ -93,7 +93,7 @@ class Logbook:
                     break
 
     def log_images(self, images: object, name: str = "images", step: int | None = None) -> None:
-        """Send images to the loggers that take them."""
+        """Send images to the loggers that support them."""
         for logger in self.loggers:
             if hasattr(logger, "log_images"):
                 logger.log_images(images, name=name, step=step)
@@ -101,7 +101,7 @@ class Logbook:
                 logger.image(name, images)
 
     def flush(self) -> None:
-        """Let every logger write what it holds."""
+        """Flush every logger."""
         self.wait_for_steps()
         for logger in self.loggers:
             if callable(getattr(logger, "flush", None)):
@@ -145,7 +145,7 @@ class StepLosses(TrainerCallback):
         self._has_new_name: Callable[[], bool] = lambda: True
 
     def after_loss(self, state: State, logger: Logbook) -> None:
-        """Keep the losses of a batch, or of a micro-batch, by name."""
+        """Add the losses of a batch, or of a micro-batch, by name."""
         output = state.batch_output
         size = 0 if self._is_padding is not None and self._is_padding() else output["batch_size"]
         weight = output.get("num_items", size) if size else 0
@@ -165,12 +165,12 @@ class StepLosses(TrainerCallback):
         self.batch_end(state, logger)
 
     def state_dict(self) -> StateDict:
-        """Return what the next mean has of every data rank so far; all ranks must call this."""
+        """Return the partial sums of every data rank. All ranks must call this."""
         sums = {name: mean.state_dict() for name, mean in self._means.items()}
         return {"interval": self._interval.state_dict(), "logged_at": self._logged_at, "ranks": of_data_ranks(sums)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the mean of a saved run; on another number of data ranks, the first takes all sums."""
+        """Continue the mean of a saved run. On another number of data ranks, the first takes all sums."""
         self._interval.resume(state["interval"])
         self._logged_at = state["logged_at"]
         for name in sorted({name for of_rank in state["ranks"] for name in of_rank}):
@@ -237,14 +237,14 @@ class StepTimes(TrainerCallback):
         self.watch: RankWatch | None = None
 
     def before_dataloader(self, state: object, logger: object) -> None:
-        """Begin a step; what happens between two steps is not part of either."""
+        """Start a step. Time between two steps belongs to neither."""
         self._began, self._own = perf_counter(), None
         if self._on_cuda and self._clock.batch % SAMPLED == 0 and self._on_its_way is None:
             self._begins_on_device = torch.cuda.Event(enable_timing=True)
             self._begins_on_device.record()
 
     def before_backward(self, state: object, logger: object) -> None:
-        """End this rank's own part, at the first backward pass of the step."""
+        """End this rank's own part at the first backward pass of the step."""
         if self._own is None and self._began is not None:
             self._own = perf_counter() - self._began
             if self._begins_on_device is not None:
@@ -267,7 +267,7 @@ class StepTimes(TrainerCallback):
             logger.log_step({"straggler/rank": slow.rank, "straggler/delay": slow.seconds - slow.others})
 
     def position(self) -> tuple[int, ...]:
-        """Return the batch, and on several processes the number of votes, of which each batch of an evaluation has one."""
+        """Return the batch and, on several processes, the number of votes; each evaluation batch has one."""
         vote = self._agreement.vote
         return self._clock.batch, self._clock.epoch, 0 if vote is None else vote.count
 
@@ -277,7 +277,7 @@ class StepTimes(TrainerCallback):
         return f"epoch {clock.epoch}, batch {clock.batch} of the run ({clock.batch_in_epoch} of the epoch)"
 
     def times(self) -> tuple[int, float, float]:
-        """Return batches, the seconds of this rank's own part of them, and all their seconds."""
+        """Return the number of batches, the seconds of this rank's own part of them, and all their seconds."""
         return self._totals
 
 
@@ -285,7 +285,7 @@ class StepTimes(TrainerCallback):
 def watched_ranks(
     run: "Run", clock: Clock, device: torch.device | str, update_plugins: Callable[[], object]
 ) -> Iterator[None]:
-    """Watch a run for a rank that hangs; on several processes also time the steps, to find one that is slow."""
+    """Watch a run for a rank that hangs. On several processes also time the steps, to find a slow one."""
     given = run.require_settings().hang_timeout
     times = StepTimes(clock, run.agreement, device)
     watch = RankWatch(times, hang_limit(None if given is None else float(given.value)))

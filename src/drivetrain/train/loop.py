@@ -1,7 +1,7 @@
-"""The loop: epochs of steps, evaluations between them, and how all of it comes to an end.
+"""The loop: epochs of steps, evaluations between them, and how a run ends.
 
-What can be decided once is decided before the first step (`setup.py`), so these methods show what happens, in order, and nothing else.
-`drivetrain.core.event.Event` draws the same loop with its events.
+What can be decided once is decided before the first step (`setup.py`), so these methods show what happens, in order, and nothing
+else. `drivetrain.core.event.Event` draws the same loop with its events.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +28,7 @@ from drivetrain.train.loaders import OwnLoop, OwnLoopCalls
 
 
 class StepCalls(NamedTuple):
-    """What a step calls: the user's own hook where there is one, else what the Trainer's hook would call."""
+    """The functions that a step calls: the user's hook if there is one, else what the Trainer's hook would call."""
 
     backward: Callable[[Tensor], None]
     is_weighted: bool
@@ -456,7 +456,7 @@ class TrainerLoop(EvaluationLoop):
         resuming.handle_signal(request, agreement.signals, self.run.checkpoints)
 
     def _index_of_failure(self) -> int:
-        """Return the number of the batch in hand, from 0, in the whole run."""
+        """Return the number of the current batch, from 0, in the whole run."""
         return 0 if self.run.loss.is_first else self.state.clock.batch
 
     def _close_after(self, error: BaseException) -> None:

@@ -22,7 +22,7 @@ IGNORED_START, IGNORED_END = 10, 1  # the first losses are noise, the last one i
 
 @dataclass(frozen=True)
 class LrFindResult:
-    """What the sweep saw."""
+    """The result of the sweep."""
 
     lrs: list[float]
     losses: list[float]
@@ -82,7 +82,7 @@ def find_lr(
     diverge_ratio: float,
     train_kwargs: Settings,
 ) -> LrFindResult:
-    """Run the sweep on the trainer's own loop and restore weights, optimizer, counters and generators bit for bit."""
+    """Run the sweep in the trainer's own loop and restore weights, optimizer, counters and generators exactly."""
     for name, rate in {"min_lr": min_lr, "max_lr": max_lr}.items():
         check_number(name, rate, above=0, owner="lr_find")
     check_number("smoothing", smoothing, at_least=0, below=1, owner="lr_find")

@@ -1,8 +1,8 @@
-"""`Trainer(strategy=...)`: the plan is applied to the Trainer's State by the same code as to a hand-written loop's Context.
+"""`Trainer(strategy=...)`: the plan is applied to the Trainer's State by the same code as to the Context of a hand-written loop.
 
-The Trainer has its own loop, so what concerns the loop is returned to it: precision, gradient scaler, micro-batches. Where ranks share
-samples (tensor and sequence axes) the loop counts, gathers and draws by data ranks. Model and optimizer are transformed before weights are
-loaded; a second `train()` finds them transformed already and only restores the DDP shell.
+The Trainer has its own loop, so everything that concerns the loop is returned to it: precision, gradient scaler, micro-batches.
+If ranks share samples (tensor and sequence axes), the loop counts, gathers and draws by data ranks. Model and optimizer are
+transformed before weights are loaded. A second `train()` finds them transformed already and only restores the DDP wrapper.
 """
 
 import warnings
@@ -68,7 +68,7 @@ _HOOKS = ("calculate_train_batch_loss", "forward", "compute_loss", "backward_ste
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What planning needs to know of a Trainer that is about to train."""
+    """What planning needs to know about a Trainer that is about to train."""
 
     state: State
     """Model, loss and optimizer, which the plan changes."""
@@ -101,17 +101,17 @@ class PlanRequest:
 
     @property
     def optimizer(self) -> object:
-        """The optimizer as it was given, or None."""
+        """The optimizer as given, or None."""
         return self.state.optimizers[0] if self.state.optimizers else None
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer, where it is one that a plan can make again."""
+        """The optimizer, if a plan can create it again."""
         return self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else None
 
 
 def request_of(trainer: "Trainer") -> PlanRequest:
-    """Return what planning needs to know of a Trainer."""
+    """Return what planning needs to know about a Trainer."""
     settings, run = trainer.settings, current_run()
     folder = Path(run.folder) if run is not None else settings.checkpoint_dir if settings is not None else None
     return PlanRequest(
@@ -166,7 +166,7 @@ def apply_strategy(trainer: "Trainer") -> None:
 
 
 def apply_to_state(request: PlanRequest) -> tuple[Strategy, Application]:
-    """Find or read the plan, check it against the loop, and apply it to the State; return it as it was applied."""
+    """Find or read the plan, check it against the loop, and apply it to the State. Return the applied plan."""
     model = request.state.model
     check_model(model, "Trainer(strategy=)")
     is_auto = isinstance(request.strategy, str) and request.strategy == "auto"
@@ -304,7 +304,7 @@ def _check(request: PlanRequest, resolved: ResolvedPlan) -> None:
 
 
 def check_graphs(names: set[str], settings: TrainSettings, splits: bool) -> None:
-    """Reject recorded kernels with accumulation: the next recording would write over gradients that are still to be added to."""
+    """Raise for CUDA graphs with accumulation: the next replay would overwrite gradients that are still needed."""
     accumulates = settings.gradient_accumulation_steps > 1 or settings.microbatch_size is not None or splits
     if "cuda_graphs" in names and accumulates:
         raise UnsupportedMethodError(
@@ -367,7 +367,7 @@ def _microbatch_size(resolved: ResolvedPlan, settings: TrainSettings | None) -> 
 
 
 def search_plan(request: PlanRequest) -> Strategy:
-    """Return the best plan for what the Trainer is about to do; its model, loader and random states stay as they are.
+    """Return the best plan for the coming training run. Model, loader and random states of the Trainer do not change.
 
     A search that fails does not end a training, unless `strict`: the plan is then the one that needs the least memory, where none fits by
     prediction, else one that changes nothing.
@@ -407,7 +407,7 @@ def _searched(
 
 
 def constraints_of(request: PlanRequest) -> SearchConstraints:
-    """Return what a plan for the Trainer's loop may hold: its own settings win, and all processes are data ranks."""
+    """Return the constraints on a plan for the Trainer's loop: the Trainer's settings win, and all processes are data ranks."""
     excluded, included = set(_NOT_IN_THE_LOOP), []
     for algorithm in request.state.algorithms:
         if (same := SAME_AS_ALGORITHM.get(type(algorithm).__name__)) is not None:
@@ -444,7 +444,7 @@ def _reads_outputs(trainer: "Trainer") -> bool:
 
 
 def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:
-    """Return the training as a value, and why it cannot be tried, or None where it can."""
+    """Return the training task, and why it cannot be tried, or None if it can."""
     samples, model, loss_func = _samples(request), request.state.model, request.state.loss_fn
     obstacle = None
     if request.overridden_hook is not None:

@@ -1,4 +1,4 @@
-"""How a run begins, is restored, and ends: the state it fills, and what a signal does to it."""
+"""How a run starts, is restored, and ends: the state that it fills, and how it handles signals."""
 
 import warnings
 import weakref
@@ -55,7 +55,7 @@ FOREIGN_STATE: Slot[ForeignState] = Slot("train.foreign_state")
 def make_state(
     given: Context | None, model: object, loss_func: object, optimizer: object, device: torch.device, seed: int | None
 ) -> State:
-    """Return the State of a trainer: a new one, or the user's Context with what the constructor was given on top."""
+    """Return the State of a trainer: a new one, or the user's Context with the constructor's arguments added."""
     state = given if isinstance(given, State) else State(seed=seed)
     if given is not None and given is not state:
         for name, value in given._items().items():
@@ -88,7 +88,7 @@ def follow_current_run(settings: TrainSettings) -> TrainSettings:
 
 
 def restore(trainer: "Trainer") -> None:
-    """Load the state of an earlier run if one is requested, then wrap the model: after this it is final."""
+    """Load the state of an earlier run if requested, then wrap the model. After this the model is final."""
     run, state, runtime = trainer.run, trainer.state, trainer.runtime
     settings = run.require_settings()
     fill_state(trainer)
@@ -114,13 +114,13 @@ def restore(trainer: "Trainer") -> None:
 
 
 def ddp_settings(trainer: "Trainer") -> dict[str, bool]:
-    """Return the settings of DDP that the Trainer was given, or that an algorithm needs."""
+    """Return the DDP settings that the Trainer was given or an algorithm needs."""
     unused = any(getattr(plugin, "find_unused_parameters", False) for plugin in trainer.state.algorithms)
     return {**trainer.run.shared.options.ddp, **({"find_unused_parameters": True} if unused else {})}
 
 
 def fill_state(trainer: "Trainer") -> None:
-    """Put everything that makes the next step what it would have been onto the state."""
+    """Put everything that determines the next step into the state."""
     run, state, history = trainer.run, trainer.state, trainer.run_history
     settings, loader = run.require_settings(), run.data.train
     state._before_load = _adds_required_algorithms(weakref.ref(trainer))
@@ -147,7 +147,7 @@ def fill_state(trainer: "Trainer") -> None:
 
 
 class EpochLoss:
-    """The epoch's loss so far, of all data ranks: exact on as many of them, and the right sum on any other number.
+    """The epoch's loss so far over all data ranks: exact on the same number of ranks, the correct sum on any other number.
 
     How many evaluations have been made inside epochs is kept with it, so that a resumed run makes the next one where it was due.
     With it go what the run was about to do, the evaluation that a signal cut short or the end of the epoch, and the means that
@@ -158,7 +158,7 @@ class EpochLoss:
         self._measures, self._evaluation, self._restored, self._logbook = measures, evaluation, restored, logbook
 
     def state_dict(self) -> StateDict:
-        """Return the sums of every data rank; all ranks must call this."""
+        """Return the sums of every data rank. All ranks must call this."""
         evaluation, steps = self._evaluation, self._measures.step_losses
         self._logbook.wait_for_steps()
         return {
@@ -171,7 +171,7 @@ class EpochLoss:
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Take this rank's sums back; on another number of data ranks, the first takes them all."""
+        """Restore this rank's sums. On another number of data ranks, the first takes them all."""
         evaluation = self._evaluation
         self._restored.evaluations = state.get("evaluations")
         evaluation.after_epoch = state.get("evaluates_after_epoch", False)
@@ -286,7 +286,7 @@ def _check_returns_to_place(loader: object, batches: int) -> None:
 
 
 def apply_restored_rng(restored: RestoredParts) -> None:
-    """Set the generators as they were, just before the first resumed step."""
+    """Restore the generators just before the first resumed step."""
     rng, restored.rng = restored.rng, None
     if rng is not None:
         restore_rng(rng)
@@ -309,7 +309,7 @@ def _reseed_rank(seed: int | None) -> None:
 
 
 def handle_signal(number: int, signals: StopSignals, checkpoints: CheckpointSchedule) -> None:
-    """Save; then end the process as the signal asks, or go on after SIGUSR1."""
+    """Save. Then end the process as the signal requests, or continue after SIGUSR1."""
     if is_stop(number):
         signals.request(number)  # also where another rank got the signal
     if is_stop(number) or not is_stop(signals.requested):  # a save does not answer a stop that has come since
@@ -341,7 +341,7 @@ def finish(run: Run, state: State, logbook: Logbook) -> None:
 
 
 def make_optimizer(name: str, groups: object, **settings: object) -> Optimizer:
-    """Return a new optimizer by name, of torch or of ours, over parameters or groups; a wrapper takes an optimizer instead.
+    """Return a new optimizer by name, from torch or Drivetrain, over parameters or groups. A wrapper takes an optimizer instead.
 
     >>> import torch
     >>> make_optimizer("Lion", [torch.nn.Parameter(torch.zeros(1))], lr=1e-3).defaults["lr"]

@@ -1,7 +1,8 @@
 """What preparing a run decides, in one object.
 
-`train()` makes a new `Run` and `setup.py` fills it, from top to bottom, before the first step. The loop, evaluations, checkpoints and
-callbacks read it afterwards. Nothing in it refers to the Trainer, so a run that has ended keeps no loader alive through a cycle.
+`train()` makes a new `Run` and `setup.py` fills it, from top to bottom, before the first step. The loop, evaluations, checkpoints
+and callbacks read it afterwards. Nothing in it refers to the Trainer, so a finished run keeps no loader alive through a reference
+cycle.
 """
 
 import copy
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class TrainingData:
-    """The loaders of a run, and what the loop must know of their batches."""
+    """The loaders of a run, and what the loop must know about their batches."""
 
     train: Any = None
     """The training loader."""
@@ -67,7 +68,7 @@ class TrainingData:
     count_tokens: Callable[..., int] | None = None
 
     def count(self, batch: object, output: BatchOutput | None, world: int) -> tuple[int, int]:
-        """Return the samples and tokens of a batch over all data ranks; `output` is what a loss hook returned, where that is known."""
+        """Return the samples and tokens of a batch over all data ranks. `output` is the result of a loss hook, if it is known."""
         tokens = 0 if self.count_tokens is None else self.count_tokens(batch) * world
         source = self.source
         if source is not None and source.batch_info is not None:
@@ -75,14 +76,14 @@ class TrainingData:
         return (batch_size_of(None, batch) if output is None else output["batch_size"]) * world, tokens
 
     def is_padding(self) -> bool:
-        """Return whether the batch in hand has no sample of this rank."""
+        """Return whether the current batch has no sample of this rank."""
         info = None if self.source is None else self.source.batch_info
         return self.may_pad and info is not None and info.size == 0
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class LossStep:
-    """How batches become losses in the phase under way: training, evaluation or prediction."""
+    """How batches become losses in the current phase: training, evaluation or prediction."""
 
     after_forward: str = Event.AFTER_FORWARD.value
     """The event that `forward` fires."""
@@ -90,7 +91,7 @@ class LossStep:
     """Whether `compute_loss` fires BEFORE_LOSS: only in training."""
     listens_before_loss: bool = False
     is_first: bool = False
-    """Whether the batch in hand is the first of the run, which is checked."""
+    """Whether the current batch is the first of the run, which is checked."""
     in_region: bool = False
     """Whether the default loss hook has opened its autocast region, for model and loss together."""
     saw_forward: bool = False
@@ -115,7 +116,7 @@ class LossStep:
 
 
 class EvaluationState:
-    """Counts the evaluations of each set, and knows which sets an interrupted evaluation has done.
+    """Counts the evaluations of each set, and stores which sets an interrupted evaluation has finished.
 
     `sets` are the loaders of the run by the name of their set; the only one has the name "".
     """
@@ -131,7 +132,7 @@ class EvaluationState:
 
     @contextmanager
     def counting(self, name: str, loader: object) -> Iterator[list[bool]]:
-        """Give a loader the number of this evaluation; one that is cut short (True is put into the list) is not counted."""
+        """Give a loader the number of this evaluation. An interrupted one (True is put into the list) is not counted."""
         number, before, was_cut = self.counts.get(name, 0), loader_state(loader), list[bool]()
         self.counts[name] = number + 1
         _set_number(loader, number)
@@ -144,7 +145,7 @@ class EvaluationState:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Make evaluations that do not count."""
+        """Run evaluations that do not count."""
         before = self.state_dict()
         yield
         self.load_state_dict(before)
@@ -158,7 +159,7 @@ class EvaluationState:
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Go on from a saved state; sets that are new start from the beginning."""
+        """Continue from a saved state. New sets start from the beginning."""
         self.finished = [name for name in state["finished"] if name in self.sets]
         for name, loader in self.sets.items():
             self.counts[name] = state["counts"].get(name, 0)
@@ -167,7 +168,7 @@ class EvaluationState:
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class EvaluationPlan:
-    """When a run evaluates, and how far the evaluation under way is."""
+    """When a run evaluates, and the progress of the current evaluation."""
 
     is_due: Callable[[Clock], bool] | None = None
     """Whether to evaluate after a batch; None: only after epochs."""
@@ -180,7 +181,7 @@ class EvaluationPlan:
     was_cut: bool = False
     """Whether a signal ended the last evaluation early."""
     set_name: str | None = None
-    """The evaluation set in hand, where there are several."""
+    """The current evaluation set, where there are several."""
     state: EvaluationState = field(default_factory=EvaluationState)
     plateau: MetricWatch | None = None
     """The metric that a plateau schedule follows."""
@@ -188,7 +189,7 @@ class EvaluationPlan:
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class RestoredParts:
-    """What a checkpoint held for parts of the run that are made after it was loaded."""
+    """Parts of a checkpoint for objects that are created after it was loaded."""
 
     rng: StateDict | None = None
     evaluations: StateDict | None = None
@@ -197,7 +198,7 @@ class RestoredParts:
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Measures:
-    """What is measured in the phase under way, until it is recorded."""
+    """What is measured in the current phase, until it is recorded."""
 
     tracker: LossTracker = field(default_factory=LossTracker)
     """The mean loss of the epoch, or of an evaluation."""
@@ -216,11 +217,11 @@ class Measures:
     """Times the steps of this rank, on several processes."""
 
     def for_repeated_passes(self) -> "Measures":
-        """Return measures that count like these and are never read."""
+        """Return measures with the same counting that are never read."""
         return Measures(train_items=self.train_items)
 
     def followed_by(self) -> "Measures":
-        """Return those of the next run."""
+        """Return the measures of the next run."""
         return Measures(tracker=self.tracker, train_metrics=self.train_metrics, eval_metrics=self.eval_metrics)
 
 
@@ -269,7 +270,7 @@ class Run:
     """What to do about skipped updates."""
     microbatch_size: int | None = None
     part: Part = WHOLE
-    """Of the batch in hand, where batches are split."""
+    """Of the current batch, where batches are split."""
     is_ddp: bool = False
     norm_is_tested: bool = False
     """Whether the norm that clipping computes already shows that a gradient is not finite."""
@@ -319,7 +320,7 @@ class _Stateful(Protocol):
 
 
 def loader_state(loader: object) -> StateDict | None:
-    """Return what a loader's next iteration depends on, as far as it can be known."""
+    """Return what a loader's next iteration depends on, as far as it is known."""
     loader = _inner(loader)
     state: StateDict = {}
     if isinstance(loader, SmartDataLoader):
@@ -336,7 +337,7 @@ def loader_state(loader: object) -> StateDict | None:
 
 
 def load_loader_state(loader: object, state: StateDict | None, number: int) -> None:
-    """Let a loader's next iteration be evaluation `number` of the saved run."""
+    """Make a loader's next iteration evaluation `number` of the saved run."""
     loader = _inner(loader)
     _set_number(loader, number)
     if state is None:
@@ -353,7 +354,7 @@ def load_loader_state(loader: object, state: StateDict | None, number: int) -> N
 
 
 def held_generators(loader: object) -> dict[str, object]:
-    """Return the random generators that a loader, its samplers and its dataset hold, by where they are."""
+    """Return the random generators of a loader, its samplers and its dataset, by where they are."""
     found: dict[str, object] = {}
     for name in ("generator", "sampler", "batch_sampler", "dataset"):
         _collect(vars(loader).get(name) if hasattr(loader, "__dict__") else None, name, found, _DEPTH)

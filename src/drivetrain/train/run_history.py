@@ -1,7 +1,7 @@
 """The history of a run: metric values with the epoch and step they belong to.
 
-Numbers are kept in arrays (`series`), and a checkpoint refers to a file of them that only grows (`history_file`), so neither memory nor a
-save has a Python object for each value.
+Numbers are stored in arrays (`Series`), and a checkpoint refers to an append-only file of them (`history_file`), so neither
+memory nor a save has a Python object for each value.
 """
 
 import copy
@@ -54,12 +54,12 @@ class RunHistory(ABC):
 
     @abstractmethod
     def set_metric_name_prefix(self, prefix: str = "") -> None:
-        """Put a prefix before every name that is recorded from now on."""
+        """Add a prefix to every name that is recorded from now on."""
 
     @property
     @abstractmethod
     def metric_name_prefix(self) -> str:
-        """The prefix put before recorded names."""
+        """The prefix of recorded names."""
 
     @abstractmethod
     def update_metric(self, metric_name: str, metric_value: object) -> None:
@@ -67,7 +67,7 @@ class RunHistory(ABC):
 
     @abstractmethod
     def delete_metric(self, metric_name: str) -> None:
-        """Forget a metric and all its values."""
+        """Remove a metric and all its values."""
 
     @property
     @abstractmethod
@@ -90,10 +90,10 @@ class RunHistory(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget all values and return to the first epoch."""
+        """Remove all values and return to the first epoch."""
 
     def get_metric_steps(self, metric_name: str) -> list[int]:
-        """Return for each value of a metric how many batches had been trained on when it was recorded."""
+        """Return for each value of a metric the number of batches trained on when it was recorded."""
         return [step for _, step in self._moments(metric_name)]
 
     def _moments(self, metric_name: str) -> list[Moment]:
@@ -112,7 +112,7 @@ class RunHistory(ABC):
         """Read the number of batches from this clock, which `starts_over` in a new run; a history that does not keep it ignores this."""
 
     def snapshot(self) -> "RunHistory":
-        """Return a copy that later runs do not change; a class that does not define this returns itself."""
+        """Return a copy that later runs do not change. A class that does not define this returns itself."""
         return self
 
     def to_dataframe(self) -> "DataFrame":
@@ -121,7 +121,7 @@ class RunHistory(ABC):
         return to_dataframe(self)
 
     def plot(self, metric_names: Iterable[str] | None = None, path: str | None = None) -> "Figure":
-        """Draw metrics over steps with matplotlib, those of training and evaluation in one plot; with a path, write it there as PNG."""
+        """Draw metrics over steps with matplotlib, training and evaluation in one plot. With a path, save it as PNG."""
 
         return plot(self, metric_names, path)
 
@@ -131,7 +131,7 @@ class RunHistory(ABC):
 
 
 class InMemoryRunHistory(RunHistory):
-    """Keeps everything in memory; reading never creates a metric, and the prefix applies on writing only.
+    """Keeps everything in memory. Reading never creates a metric, and the prefix applies only to writing.
 
     A number takes 16 bytes. One in a tensor on an accelerator is copied there, and the host reads it later, together with others; it comes
     back as a tensor on the CPU.
@@ -158,13 +158,13 @@ class InMemoryRunHistory(RunHistory):
         return dict.fromkeys(self._series).keys()
 
     def get_metric_values(self, metric_name: str) -> list[Any]:
-        """Return all values of a metric, oldest first; none for a name that was never recorded. Waits for values on a device."""
+        """Return all values of a metric, oldest first; empty for an unknown name. Waits for values on a device."""
         self._read(wait=True)
         series = self._series.get(metric_name)
         return [] if series is None else series.values()
 
     def get_latest_metric(self, metric_name: str) -> Any:
-        """Return the last value of a metric; waits for values on a device."""
+        """Return the last value of a metric. Waits for values on a device."""
         self._read(wait=True)
         series = self._series.get(metric_name)
         if series is None:
@@ -176,7 +176,7 @@ class InMemoryRunHistory(RunHistory):
         return series.value(len(series) - 1)
 
     def update_metric(self, metric_name: str, metric_value: object) -> None:
-        """Record a value under the prefixed name; nothing waits for a device."""
+        """Record a value under the prefixed name. This does not wait for a device."""
         name = f"{self._prefix}{metric_name}"
         series = self._series.get(name)
         if series is None:
@@ -193,18 +193,18 @@ class InMemoryRunHistory(RunHistory):
             series.append(metric_value, self._current_epoch, step)
 
     def set_metric_name_prefix(self, prefix: str = "") -> None:
-        """Put a prefix before every name that is recorded from now on; `reset` keeps it."""
+        """Add a prefix to every name that is recorded from now on. `reset` keeps it."""
         self._prefix = prefix
 
     def delete_metric(self, metric_name: str) -> None:
-        """Forget a metric and all its values."""
+        """Remove a metric and all its values."""
         if metric_name not in self._series:
             raise KeyError(unknown_name("metric", metric_name, self.get_metric_names(), where="run history"))
         del self._series[metric_name]
 
     @property
     def metric_name_prefix(self) -> str:
-        """The prefix put before recorded names."""
+        """The prefix of recorded names."""
         return self._prefix
 
     @property
@@ -219,12 +219,12 @@ class InMemoryRunHistory(RunHistory):
         self._current_epoch = epoch
 
     def reset(self) -> None:
-        """Forget all values and return to the first epoch."""
+        """Remove all values and return to the first epoch."""
         self._current_epoch = 1
         self._series, self._batches_before = {}, 0
 
     def get_metric_steps(self, metric_name: str) -> list[int]:
-        """Return for each value of a metric how many batches had been trained on when it was recorded."""
+        """Return for each value of a metric the number of batches trained on when it was recorded."""
         series = self._series.get(metric_name)
         return [] if series is None else series.steps.tolist()
 
@@ -256,7 +256,7 @@ class InMemoryRunHistory(RunHistory):
         return {**state, "_files": {}, "_reference": None, "_folder": None}
 
     def state_dict(self) -> StateDict:
-        """Return epoch, prefix and values in plain containers; while a checkpoint is saved, a reference to the file of values."""
+        """Return epoch, prefix and values in plain containers. During a checkpoint, return a reference to the file of values."""
         state = {
             "current_epoch": self._current_epoch,
             "prefix": self._prefix,
@@ -272,7 +272,7 @@ class InMemoryRunHistory(RunHistory):
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Restore what `state_dict` returned, or what a checkpoint refers to."""
+        """Restore the result of `state_dict`, or the file that a checkpoint refers to."""
         if "file" in state:
             series = self._referred(Reference.from_state(state["file"]))
         else:
@@ -289,14 +289,16 @@ class InMemoryRunHistory(RunHistory):
         self._folder: Path | None = None  # where the checkpoint that is being loaded is
 
     def prepare_side_file(self, folder: Path) -> tuple[Reference, Callable[[], None]]:
-        """Return the reference for a checkpoint in this folder, and what writes the values before the checkpoint becomes valid."""
+        """Return the reference for a checkpoint in this folder, and a function that writes the values before the checkpoint
+        becomes valid.
+        """
         self._read(wait=True)
         file = self._files.setdefault(folder.absolute(), HistoryFile(folder.absolute()))
         return file.prepare(self._series), file.commit
 
     @contextmanager
     def referring_to(self, reference: Reference) -> Iterator[None]:
-        """Let `state_dict` return a reference instead of values."""
+        """Make `state_dict` return a reference instead of values."""
         self._reference = reference
         try:
             yield
@@ -305,7 +307,7 @@ class InMemoryRunHistory(RunHistory):
 
     @contextmanager
     def reading_from(self, folder: Path) -> Iterator[None]:
-        """Let `load_state_dict` find the file that a checkpoint in this folder refers to."""
+        """Make `load_state_dict` look for the file that a checkpoint in this folder refers to."""
         self._folder = folder.absolute()
         try:
             yield
@@ -374,7 +376,7 @@ _PHASES = ("train_", "eval_", "intermediate_eval_", "evaluation_")
 
 
 def format_metric(value: object) -> str:
-    """Return a value for people to read: six significant digits, whole numbers in full.
+    """Return a value in readable form: six significant digits, whole numbers in full.
 
     >>> [format_metric(value) for value in (0.30000001192092896, 1.5e-07, 12345678, 0.1 + 0.2)]
     ['0.3', '1.5e-07', '12345678', '0.3']
@@ -387,7 +389,7 @@ def format_metric(value: object) -> str:
 
 
 def as_table(history: "RunHistory") -> str:
-    """Return a table that fits a terminal: a row per moment, the middle of a long history left out."""
+    """Return a table that fits a terminal: a row per moment, with the middle of a long history omitted."""
     rows, name = _rows(history), type(history).__name__
     if not rows:
         return f"{name}: nothing recorded yet"

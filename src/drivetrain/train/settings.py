@@ -38,7 +38,7 @@ EvalInterval = int | str | Time | Callable[..., bool]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions:
-    """What a Trainer is made with and its runs look up: how they compute, and defaults of `train()`."""
+    """The constructor's options that runs look up: how they compute, and defaults of `train()`."""
 
     device: torch.device | str | None = None
     precision: str | Precision | None = None
@@ -179,7 +179,7 @@ class TrainSettings:
             )
 
     def limits(self) -> "RunLimits":
-        """Return the ends of the run, of which the first one reached counts."""
+        """Return the ends of the run. The first one reached counts."""
         counts = ((self.num_epochs, TimeUnit.EPOCH), (self.max_num_train_steps, TimeUnit.STEP))
         ends = [Time(count, unit) for count, unit in counts if count is not None]
         return RunLimits(*ends, *([] if self.max_duration is None else [self.max_duration]))
@@ -199,7 +199,7 @@ class TrainSettings:
             return replace(self, **lengths)
 
     def for_development(self) -> "TrainSettings":
-        """Return settings for a first look: a few batches, one epoch, no files."""
+        """Return settings for a quick test: a few batches, one epoch, no files."""
         batches = 1 if self.fast_dev_run is True else int(self.fast_dev_run)
         return replace(
             self,
@@ -216,7 +216,7 @@ class TrainSettings:
 
     @property
     def epochs(self) -> int | None:
-        """The number of epochs as far as it is given, by itself or as a duration."""
+        """The number of epochs if it is given, directly or as a duration."""
         given = [] if self.num_epochs is None else [self.num_epochs]
         if self.max_duration is not None and self.max_duration.unit is TimeUnit.EPOCH:
             given.append(math.ceil(self.max_duration.value))
@@ -224,17 +224,17 @@ class TrainSettings:
 
     @property
     def eval_time(self) -> Time | None:
-        """How often to evaluate; None when a callable decides."""
+        """How often to evaluate; None if a function decides."""
         return None if callable(self.eval_interval) else parse_time("eval_interval", self.eval_interval)
 
     @property
     def log_time(self) -> Time:
-        """How often losses go to the loggers; 0 is never."""
+        """How often losses are logged; 0 is never."""
         return parse_time("log_every", 0 if self.log_every is None else self.log_every, TimeUnit.STEP)
 
 
 class RunLimits:
-    """The ends of a run, of which the first one reached counts."""
+    """The ends of a run. The first one reached counts."""
 
     def __init__(self, *ends: Time):
         self.ends = ends
@@ -245,22 +245,22 @@ class RunLimits:
         self._changed: tuple[Time, ...] = ()
 
     def adopt(self, ends: Sequence[Time | None], state: State) -> None:
-        """Follow ends that plugins have set (`state.stop_training()`) on some of the ranks; all ranks must agree on the list."""
+        """Adopt ends that plugins have set (`state.stop_training()`) on some of the ranks. All ranks must agree on the list."""
         new = [end for end in ends if end is not None]
         if new:
             state.max_duration = next((end for end in new if state.clock.reached(end)), new[0])
         self.planned, self._changed = state.max_duration, tuple(new)
 
     def reached(self, clock: Clock) -> bool:
-        """Whether any end has come."""
+        """Return whether any end is reached."""
         return any(clock.reached(end) for end in (*self.ends, *self._changed))
 
     def reached_inside_epoch(self, clock: Clock) -> bool:
-        """Whether an end has come that does not wait for the epoch; what the loop asks after every batch."""
+        """Return whether an end is reached that does not wait for the epoch. The loop checks this after every batch."""
         return any(clock.reached(end) for end in (*self._inside_epoch, *self._changed))
 
     def duration(self, updates_per_epoch: int | None) -> Time:
-        """Return the length of the run as one time: the end that comes first, as far as that can be known."""
+        """Return the length of the run as one time: the end that comes first, as far as it is known."""
         self.planned = self._first_end(updates_per_epoch)
         return self.planned
 
@@ -273,7 +273,7 @@ class RunLimits:
 
 
 def parse_time(name: str, value: TimeLike, unit: TimeUnit = TimeUnit.EPOCH) -> Time:
-    """Read a time the user wrote; an int counts epochs unless another unit is given."""
+    """Read a time from the user. An int counts epochs unless another unit is given."""
     try:
         time = ensure_time(value, unit)
     except (ValueError, TypeError, OverflowError) as error:
@@ -305,7 +305,7 @@ def check_limit(name: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class TrainerRunConfig:
-    """The settings of `train()` and what follows from it."""
+    """The settings of `train()` and the values derived from them."""
 
     num_epochs: int | None
     train_per_device_batch_size: int | None
@@ -336,12 +336,12 @@ class TrainerRunConfig:
     seed: int | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """Return all fields; containers are copied, what is in them (a generator, a sampler) is not."""
+        """Return all fields. Containers are copied, their contents (a generator, a sampler) are not."""
         return {field.name: _copy_containers(getattr(self, field.name)) for field in fields(self)}
 
 
 def count_update_steps(num_batches: int, num_processes: int, gradient_accumulation_steps: int) -> tuple[int, int]:
-    """Return the updates of an epoch over all processes and on each, for so many batches per process.
+    """Return the updates of an epoch over all processes and on each, for this many batches per process.
 
     >>> count_update_steps(20, num_processes=4, gradient_accumulation_steps=1)
     (80, 20)
@@ -394,13 +394,13 @@ class _Arithmetic:
 
 
 class PlaceholderExpression(_Arithmetic):
-    """One operation on two values, of which at least one is a placeholder or an expression."""
+    """One operation on two values, at least one of which is a placeholder or an expression."""
 
     def __init__(self, symbol: str, left: object, right: object):
         self.symbol, self.left, self.right = symbol, left, right
 
     def evaluate(self, trainer: "TrainerHooks") -> object:
-        """Return the number, with the trainer's values in place."""
+        """Return the number, computed with the trainer's values."""
         return _SYMBOLS[self.symbol](_replace(trainer, self.left), _replace(trainer, self.right))
 
     def __repr__(self) -> str:
@@ -408,7 +408,7 @@ class PlaceholderExpression(_Arithmetic):
 
 
 class TrainerPlaceholderValues(_Arithmetic, Enum):
-    """Numbers of the run in progress."""
+    """Values of the current run."""
 
     NUM_EPOCHS = "num_epochs"
     NUM_UPDATE_STEPS_PER_EPOCH = "num_update_steps_per_epoch"
@@ -422,7 +422,7 @@ class TrainerPlaceholderValues(_Arithmetic, Enum):
         return set(cls)
 
     def evaluate(self, trainer: "TrainerHooks") -> int:
-        """Return the number this placeholder represents in a run that has its loaders and configuration."""
+        """Return the number that this placeholder represents in a run that has its loaders and configuration."""
         if self.value.startswith("_"):
             loader = getattr(trainer, self.value, None)
             try:
@@ -447,7 +447,7 @@ RunNumber = int | float | TrainerPlaceholderValues | PlaceholderExpression
 
 
 def replace_trainer_placeholder_values(trainer: "TrainerHooks", instance: object) -> Any:
-    """Return a `functools.partial` with every placeholder in its arguments replaced; anything else as it is.
+    """Return a `functools.partial` with every placeholder in its arguments replaced. Other values are returned unchanged.
 
     Placeholders are found in positional and keyword arguments, in lists, tuples and dicts among them, and in nested
     partials.

@@ -1,7 +1,7 @@
-"""Setting a run up: everything that `train()` decides once, before its loop.
+"""Set up a run: everything that `train()` decides once, before its loop.
 
-`prepare_run` is read from top to bottom: check, make loaders, apply the plan, place model and optimizer, make the scheduler, restore.
-After FIT_START, when plugins have changed what they want to change, `prepare_loop` decides what each step would otherwise ask.
+`prepare_run` reads from top to bottom: check, make loaders, apply the plan, place model and optimizer, make the scheduler,
+restore. After FIT_START, when plugins have made their changes, `prepare_loop` decides what each step would otherwise ask.
 """
 
 import inspect
@@ -65,7 +65,7 @@ def prepare_run(
     place: Callable[[], None],
     make_config: Callable[..., TrainerRunConfig],
 ) -> None:
-    """Fill the trainer's run, up to the first event; `until_end` is closed when the run has ended.
+    """Fill the trainer's run, up to the first event. `until_end` is closed when the run has ended.
 
     `place` and `make_config` are the Trainer's own ways to place model and loaders and to describe the run.
     """
@@ -118,7 +118,7 @@ def prepare_run(
 
 
 def place_everything(trainer: "Trainer") -> None:
-    """Put model, optimizer and loaders where the run needs them."""
+    """Move model, optimizer and loaders to where the run needs them."""
     run, settings = trainer.run, trainer.run.require_settings()
     trainer.model = loaders.move_model(trainer.runtime, trainer.model)
     prepare_precision(trainer)
@@ -158,7 +158,7 @@ def prepare_evaluation(
 
 
 def prepare_loop(trainer: "Trainer", plugins: Callable[[], list[object]]) -> None:
-    """Decide what the loop would otherwise ask at every step; plugins have acted at FIT_START."""
+    """Decide what the loop would otherwise ask at every step. Plugins have acted at FIT_START."""
     run, state, engine = trainer.run, trainer.state, trainer.engine
     settings, data, measures = run.require_settings(), run.data, run.measures
 
@@ -292,7 +292,7 @@ def _plan_evaluations(
 
 
 def check_generation(trainer: "Trainer", arguments: Mapping[str, object] | None) -> None:
-    """Reject a model that cannot generate where that is requested."""
+    """Raise for a model that cannot generate if generation is requested."""
     if arguments is not None:
         check_generates(trainer.model, trainer.overrides("calculate_generation_batch"))
 
@@ -325,7 +325,7 @@ def _check_equal_lengths(batches: int | None) -> None:
 
 
 def resolve_optimizer(trainer: "Trainer") -> None:
-    """Turn units, a mapping of them or a configuration into an `OptimSet`; a torch optimizer is not changed."""
+    """Turn units, a mapping of them or a configuration into an `OptimSet`. A torch optimizer is returned unchanged."""
     run, optimizer = trainer.run, trainer.optimizer
     run.units = None
     if not isinstance(optimizer, str | Path | Mapping | OptimScheduler) and not inspect.isfunction(optimizer):
@@ -348,7 +348,7 @@ def make_run_config(
     max_num_train_steps: int | None,
     gradient_clip_value: float | None,
 ) -> TrainerRunConfig:
-    """Collect the facts of a run; counts are None where the loader has no length."""
+    """Collect the facts of a run. Counts are None if the loader has no length."""
     settings, runtime, data = trainer.run.settings, trainer.runtime, trainer.run.data
     processes, shares = runtime.num_processes, num_data_ranks()
     per_device = batch_size_of_loader(data.train)
@@ -391,7 +391,7 @@ def batch_size_of_loader(loader: object) -> int | None:
 
 
 def check_eval_batch_size(loader: object) -> None:
-    """Warn where an evaluation loader of the user's own would make processes wait or repeat samples."""
+    """Warn if an evaluation loader that the user built would make processes wait or repeat samples."""
     loaders.map_loaders(_check_eval_loader, loader)
 
 
@@ -420,7 +420,7 @@ def choose_microbatch_size(trainer: "Trainer") -> int | None:
 
 
 def call_seed_form(create_scheduler: Callable[..., object], optimizer: object) -> object:
-    """Call the scheduler hook; an override that takes a parameter, as older ones do, receives the optimizer."""
+    """Call the scheduler hook. An override that takes a parameter, as older ones do, receives the optimizer."""
     try:
         wants_optimizer = len(inspect.signature(create_scheduler).parameters) == 1
     except (TypeError, ValueError):
@@ -429,7 +429,7 @@ def call_seed_form(create_scheduler: Callable[..., object], optimizer: object) -
 
 
 def prepare_precision(trainer: "Trainer") -> None:
-    """Reject a precision the device cannot run, before the first step, and convert the layers of an 8-bit one."""
+    """Raise for a precision that the device does not support, before the first step, and convert the layers of an 8-bit one."""
     model, runtime, device = trainer.model, trainer.runtime, torch.device(trainer.device)
     if isinstance(model, nn.Module) and any(p.dtype is torch.float16 and p.requires_grad for p in model.parameters()):
         warn_unscaled_float16("the model has trainable float16 weights, whose gradients cannot be scaled")
@@ -453,7 +453,7 @@ def prepare_precision(trainer: "Trainer") -> None:
 
 
 def find_microbatch_size(trainer: "Trainer") -> int | None:
-    """Return the number of rows that fit next to model and optimizer, or None when the whole batch does."""
+    """Return the number of rows that fit into memory with model and optimizer, or None if the whole batch fits."""
     move, batch = loaders.mover(trainer.device, trainer.run.data.train), next(iter(trainer.run.data.train))
     batch = batch if move is None else move(batch)
     rows = size = batch_size_of(None, batch)

@@ -1,8 +1,8 @@
-"""What a run remembers: its history (`run_history`), the running mean of the loss, and the best value of a metric.
+"""What a run tracks: its history (`run_history`), the running mean of the loss, and the best value of a metric.
 
-A loss is a tensor on the device. Reading it makes the host wait, so `LossTracker.update` only keeps it: a few tensors
-wait in a ring, a full ring is folded into one running sum on the device, and a number leaves the device when it is
-read. Memory is constant over any number of steps, and an update costs about a microsecond.
+A loss is a tensor on the device. Reading it synchronizes the host, so `LossTracker.update` only stores it: a few tensors are kept
+in a ring, a full ring is added to one running sum on the device, and a number leaves the device when it is read. Memory is
+constant over any number of steps, and an update costs about a microsecond.
 """
 
 import math
@@ -31,7 +31,7 @@ _RING_SIZE = 64
 
 
 class LossTracker:
-    """The mean of a loss weighted by sample counts; takes floats and device tensors, and reading is what synchronises.
+    """The mean of a loss weighted by sample counts. It takes floats and device tensors; only reading synchronizes.
 
     >>> tracker = LossTracker()
     >>> tracker.update(torch.tensor(1.0), batch_size=3)
@@ -48,7 +48,7 @@ class LossTracker:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all losses."""
+        """Remove all losses."""
         self._ring: list[Tensor] = []
         self._weights: list[Count] = []
         self._sum = 0.0  # weighted losses that are already on the host
@@ -59,7 +59,7 @@ class LossTracker:
         self._known: float | None = None
 
     def update(self, loss_batch_value: float | Tensor, batch_size: int | float | Tensor = 1) -> None:
-        """Take in the mean loss of `batch_size` samples, or of whatever it is a mean over; nothing is read from a device.
+        """Add the mean loss of `batch_size` samples or other items. Nothing is read from a device.
 
         A loss that counts for nothing is ignored: the mean over no items is not a number.
         """
@@ -96,11 +96,11 @@ class LossTracker:
 
     @property
     def average(self) -> float:
-        """The weighted mean of all losses, or their sum; nan without any sample."""
+        """The weighted mean of all losses, or their sum; NaN without any sample."""
         return _mean(self.total_loss, self.running_count, self.is_sum)
 
     def average_over_ranks(self) -> float:
-        """Return the weighted mean over all ranks; each rank must call this."""
+        """Return the weighted mean over all ranks. Each rank must call this."""
         return reduce_means({"loss": self})["loss"]
 
     @property
@@ -123,7 +123,7 @@ class LossTracker:
         return self._count
 
     def unread_sums(self) -> tuple[Count, Count]:
-        """Return the sums of losses and of weights; those on a device are tensors, and nothing is read."""
+        """Return the sums of losses and of weights. Those on a device are tensors, and nothing is read."""
         self._fold()
         total = self._sum if self._device_sum is None else self._device_sum + self._sum
         return total, self._count if self._device_count is None else self._device_count + self._count
@@ -136,7 +136,7 @@ class LossTracker:
 
     @property
     def latest_known(self) -> float | None:
-        """The last loss the host knows without waiting, or None; a callback that reads a loss back may store it here."""
+        """The last loss that the host knows without waiting, or None. A callback that reads a loss back may store it here."""
         if isinstance(self._last, Tensor) and self._last.device.type == "cpu":
             return float(self._last)
         return self._known
@@ -147,15 +147,15 @@ class LossTracker:
 
     @property
     def unread(self) -> Tensor | None:
-        """The last loss, where it is still on a device."""
+        """The last loss, if it is still on a device."""
         return self._last if isinstance(self._last, Tensor) and self._last.device.type != "cpu" else None
 
     def state_dict(self) -> dict[str, int | float]:
-        """Return the sums, so that an epoch interrupted in its middle has the mean of all its batches."""
+        """Return the sums, so that an interrupted epoch has the mean of all its batches."""
         return {"total_loss": self.total_loss, "running_count": self.running_count, "loss_value": self.loss_value}
 
     def load_state_dict(self, state: dict[str, int | float]) -> None:
-        """Go on from saved sums."""
+        """Continue from saved sums."""
         self.reset()
         self._sum, self._count, self._last = float(state["total_loss"]), state["running_count"], state["loss_value"]
 
@@ -193,7 +193,7 @@ class LossTracker:
 
 
 def reduce_means(trackers: Mapping[str, LossTracker]) -> dict[str, float]:
-    """Return the means of several trackers over all ranks, with one exchange; each rank must call this.
+    """Return the means of several trackers over all ranks, with one exchange. Each rank must call this.
 
     A name that only some ranks know is averaged over those; without a sample anywhere the mean is nan.
     """
@@ -215,7 +215,7 @@ def _mean(total: float, count: int | float, is_sum: bool) -> float:
 
 
 def of_data_ranks(value: T) -> list[T]:
-    """Return a plain value of each data rank, in order; every rank must call this.
+    """Return a plain value of each data rank, in order. Every rank must call this.
 
     Of ranks that share samples the first speaks, so that all ranks see the very same numbers and decide alike.
     """
@@ -228,7 +228,7 @@ def of_data_ranks(value: T) -> list[T]:
 
 
 def load_sums(tracker: LossTracker, ranks: Sequence[dict[str, int | float]]) -> None:
-    """Give a tracker this data rank's saved sums; on another number of data ranks, the first takes them all."""
+    """Give a tracker this data rank's saved sums. On another number of data ranks, the first takes them all."""
     tracker.reset()
     if len(ranks) == num_data_ranks():
         tracker.load_state_dict(ranks[data_rank()])
@@ -248,7 +248,7 @@ def _weight_tensor(weight: int | float | Tensor, device: torch.device, dtype: to
 
 
 class MetricWatch:
-    """Looks at a metric once per recorded value and remembers the best; NaN is never the best."""
+    """Reads a metric once per recorded value and keeps the best. NaN is never the best."""
 
     def __init__(self, metric: str, greater_is_better: bool):
         self.metric, self.greater_is_better = metric, greater_is_better
@@ -258,13 +258,13 @@ class MetricWatch:
         self._num_seen: dict[str, int] = {}
 
     def start(self, history: RunHistory, forget: bool) -> None:
-        """Begin a run: values recorded before it are not new."""
+        """Start a run: values recorded before it are not new."""
         self._num_seen = {name: history._num_values(name) for name in self._names}
         if forget:
             self.best = None
 
     def new_value(self, trainer: "EvaluationLoop", inside_epoch: bool = False) -> float | None:
-        """Return the value recorded since the last call, or None; a metric that will never come is a ValueError.
+        """Return the value recorded since the last call, or None. A metric that will never be recorded is a ValueError.
 
         Where `eval_interval` evaluates inside epochs, a metric such as `eval_loss_epoch` has those values too.
         """
@@ -280,7 +280,7 @@ class MetricWatch:
         return value
 
     def agreed_value(self, trainer: "EvaluationLoop", inside_epoch: bool = False) -> float | None:
-        """Return rank 0's `new_value` on every rank, for what all ranks do or none; every rank must call this."""
+        """Return rank 0's `new_value` on every rank, for actions that all ranks take together. Every rank must call this."""
         value = failure = None
         try:
             value = self.new_value(trainer, inside_epoch)
@@ -292,7 +292,7 @@ class MetricWatch:
         return value
 
     def improvement(self, value: float) -> float:
-        """Return by how much a value beats the best: inf where there is none yet, nan for a NaN."""
+        """Return by how much a value beats the best: inf if there is none yet, NaN for a NaN."""
         if math.isnan(value):
             return math.nan
         if self.best is None:
@@ -304,7 +304,7 @@ class MetricWatch:
         return {"best": self.best}
 
     def load_state_dict(self, state: Mapping[str, float | None]) -> None:
-        """Take the best value back."""
+        """Restore the best value."""
         self.best = state["best"]
 
 
@@ -330,7 +330,7 @@ PlainMetric = Callable[..., Tensor | float]
 
 
 class MetricSet:
-    """The metrics of one phase, by name; an empty one costs nothing.
+    """The metrics of one phase, by name. An empty set costs nothing.
 
     >>> metrics = MetricSet({"accuracy": lambda outputs, targets: (outputs.argmax(-1) == targets).float().mean()})
     >>> metrics.update(torch.eye(3), torch.tensor([0, 1, 1]), batch_size=3)
@@ -375,7 +375,7 @@ class MetricSet:
         return self
 
     def reset(self) -> None:
-        """Forget all batches."""
+        """Reset all metrics."""
         for metric in self._stateful.values():
             metric.reset()
         for mean in self._means.values():
@@ -383,7 +383,7 @@ class MetricSet:
 
     @torch.no_grad()
     def update(self, outputs: object, targets: object, batch_size: int, num_real: int | None = None) -> None:
-        """Take in a batch; only its first `num_real` rows count where the rest is padding."""
+        """Add a batch. Only its first `num_real` rows count if the rest is padding."""
         if num_real is not None and num_real < batch_size:
             if num_real == 0:
                 return
@@ -395,13 +395,13 @@ class MetricSet:
             self._means[name].update(function(outputs, targets), batch_size)
 
     def join(self, group: object) -> None:
-        """Combine metrics of torchmetrics over the ranks of a process group only."""
+        """Combine torchmetrics only over the ranks of a process group."""
         for metric in self._stateful.values():
             for single in metric.values() if _is_torchmetrics(metric, "MetricCollection") else [metric]:
                 single.process_group = group
 
     def compute(self) -> dict[str, float]:
-        """Return every metric over all batches of all ranks; each rank must call this."""
+        """Return every metric over all batches of all ranks. Each rank must call this."""
         values: dict[str, float] = {}
         for name, metric in self._stateful.items():
             _flatten(name, metric.compute(), values)

@@ -1,8 +1,8 @@
 """The Trainer: one readable loop around a plain model, a loss function and an optimizer.
 
-Every part that users change is a method to override (`hooks.py`); every part that only watches is a callback; whatever changes the
-training itself is an algorithm. All of them speak to one list of events (`drivetrain.core.event.Event`, whose docstring draws the
-loop; `loop.py` runs it). Here is what users call: the constructor, the public methods, and what they prepare.
+Every part that users change is a method to override (`hooks.py`). Every part that only observes is a callback. Everything that
+changes the training itself is an algorithm. All of them use one list of events (`drivetrain.core.event.Event`, whose docstring
+draws the loop; `loop.py` runs it). This file has what users call: the constructor, the public methods, and what they prepare.
 """
 
 import sys
@@ -198,7 +198,7 @@ class Trainer(TrainerLoop):
 
     @property
     def callback_handler(self) -> Any:
-        """The callbacks; another handler may replace it."""
+        """The callbacks. Another handler may replace it."""
         return self._callback_handler
 
     @callback_handler.setter
@@ -250,7 +250,7 @@ class Trainer(TrainerLoop):
         hang_timeout: int | float | str | Time | None = None,
         **unknown: object,
     ) -> RunHistory:
-        """Train until the first of `num_epochs`, `max_num_train_steps` and `max_duration` is reached; return a copy of the history.
+        """Train until the first of `num_epochs`, `max_num_train_steps` and `max_duration` is reached. Return a copy of the history.
 
         Args:
             train_dataset: a dataset, or a loader that is used as it is.
@@ -324,7 +324,7 @@ class Trainer(TrainerLoop):
         return self.run_history.snapshot()
 
     def fit(self, *args: Any, **kwargs: Any) -> RunHistory:
-        """Train; another name for `train`."""
+        """Another name for `train`."""
         return self.train(*args, **kwargs)
 
     @ending_workers()
@@ -340,7 +340,7 @@ class Trainer(TrainerLoop):
         generate: Generate | None = None,
         **unknown: object,
     ) -> dict[str, float]:
-        """Evaluate once over a dataset, by default the last evaluation dataset, and return its numbers by name.
+        """Evaluate once on a dataset, by default the last evaluation dataset, and return its metrics by name.
 
         Args:
             dataset: a dataset, a loader, or several by name.
@@ -445,7 +445,7 @@ class Trainer(TrainerLoop):
         )  # fmt: skip
 
     def explain(self, file: TextIO | None = None) -> str:
-        """Print and return the loop with every plugin in place, in order."""
+        """Print and return the loop with every plugin, in order."""
         text = self.engine.explain()
         print(text, file=file or sys.stdout)
         return text
@@ -473,13 +473,13 @@ class Trainer(TrainerLoop):
     def load_checkpoint(
         self, checkpoint_path: AnyPath, load_optimizer: bool = True, load_scheduler: bool = True
     ) -> StateDict:
-        """Load a file written by `save_checkpoint`, or by pytorch-accelerated; return its contents."""
+        """Load a file written by `save_checkpoint` or by pytorch-accelerated, and return its contents."""
         return checkpoints.load_checkpoint(
             self.state, self.runtime, checkpoint_path, optimizer=load_optimizer, scheduler=load_scheduler
         )
 
     def save_training_state(self, output_dir: AnyPath, checkpoint_kwargs: Mapping[str, object] | None = None) -> None:
-        """Save everything a run needs to continue; inside a step, as soon as the step's update is done."""
+        """Save everything a run needs to continue; inside a step, when the step's update is done."""
         checkpoints.check_entries(checkpoint_kwargs)
         if not self.writes_files:
             return
@@ -491,7 +491,7 @@ class Trainer(TrainerLoop):
             save()
 
     def load_training_state(self, input_dir: AnyPath) -> StateDict:
-        """Restore what `save_training_state` saved; return its `current_epoch` and custom entries."""
+        """Restore what `save_training_state` saved. Return its `current_epoch` and custom entries."""
         entries = checkpoints.load_state(self.state, input_dir)
         self._resume_next = Path(input_dir)
         self.run_history._set_epoch(self.state.clock.epoch + 1)
@@ -573,14 +573,14 @@ class Trainer(TrainerLoop):
 
 
 class TrainerWithTimmScheduler(Trainer):
-    """A trainer for timm's schedulers, which get the number of updates and of finished epochs."""
+    """A trainer for timm's schedulers, which take the number of updates and of finished epochs."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.num_updates: int | None = None
 
     def training_run_start(self) -> None:
-        """Count updates from the clock, which a resumed run brings along."""
+        """Count updates from the clock, which a resumed run restores."""
         super().training_run_start()
         self.num_updates = self.state.clock.step
 
@@ -591,7 +591,7 @@ class TrainerWithTimmScheduler(Trainer):
             self.scheduler.step_update(num_updates=self.num_updates)
 
     def training_run_epoch_end(self) -> None:
-        """Pass the epoch that has ended to the scheduler, once."""
+        """Pass the finished epoch to the scheduler once."""
         super().training_run_epoch_end()
         if self.scheduler is not None:
             self.scheduler.step(self.run_history.current_epoch)

@@ -1,11 +1,10 @@
-"""`verify_resume`: a certificate that a user's own run continues exactly.
+"""`verify_resume`: check that a user's own run resumes exactly.
 
-It runs N steps; then, from the same start, half of them, saves, rebuilds everything, resumes, and runs the rest. It compares the two
-ends tensor by tensor, the learning rates step by step, and all recorded values, those of evaluations included. A run that cannot continue
-exactly (a loader without a place, a layer with hidden state, an evaluation that draws from a generator that is not saved) shows here, by
-the names of the parts that differ.
-
-Loaders and datasets are the same objects in all runs. Generators that they hold are set back before each, as in a new process.
+It runs N steps. Then, from the same start, it runs half of them, saves, rebuilds everything, resumes, and runs the rest. It
+compares the two results tensor by tensor, the learning rates step by step, and all recorded values, including evaluations. A run
+that cannot resume exactly (a loader without a position, a layer with hidden state, an evaluation that draws from a generator that
+is not saved) shows here, with the names of the parts that differ. Loaders and datasets are the same objects in all runs. Their
+generators are reset before each run, as in a new process.
 """
 
 import math
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeVerdict:
-    """Whether the resumed run ended like the unbroken one."""
+    """Whether the resumed run ended like the uninterrupted one."""
 
     is_exact: bool
     num_steps: int

@@ -368,7 +368,7 @@ class LiveTable:
             os.dup2(kept, descriptor)
             os.close(kept)
         assert self._reader is not None
-        self._reader.join(DRAIN_SECONDS)  # a process that outlives the sweep may hold the pipe open for ever
+        self._reader.join(DRAIN_SECONDS)  # a process that outlives the sweep may hold the pipe open forever
         self._live.stop()
         if not self._reader.is_alive():
             self._terminal.close()

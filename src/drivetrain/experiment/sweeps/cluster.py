@@ -360,7 +360,7 @@ class RayExecutor(Executor):
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
     def _count_slots(self) -> int:
-        """Return how many trials run at a time; a trial that no node can hold would wait for ever."""
+        """Return how many trials run at a time; a trial that no node can hold would wait forever."""
         needs, nodes = self.config.needs, self._nodes()
         room = sum(int(min((node.get(name, 0) / needs[name] for name in needs), default=1)) for node in nodes)
         if room == 0:

@@ -54,7 +54,7 @@ __all__ = [
 
 
 def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallback], ...]:
-    """Return the callbacks a Trainer has when none are given, with or without the bar."""
+    """Return the default callbacks of a Trainer, with or without the progress bar."""
     bar = (ProgressBarCallback,) if progress_bar else ()
     return (MoveModulesToDeviceCallback, TerminateOnNaNCallback, PrintProgressCallback, *bar, LogMetricsCallback)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TrainerReference:
-    """An attribute of a callback that refers to the trainer of a run; it does not keep alive the trainer, which holds the callback."""
+    """An attribute of a callback that refers to the trainer of a run without keeping it alive."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = f"{name}_reference"
@@ -32,7 +32,7 @@ class TrainerReference:
 
 
 class TrainerCallback(Callback):
-    """Watches a run: define the methods you need, each called with the trainer.
+    """Observes a run: define the methods you need. Each is called with the trainer.
 
     Methods named after an event (`def after_backward(self, state, logger)`) are called too, and so are events of your
     own that `trainer.callback_handler.call_event("on_...", trainer)` fires.
@@ -44,11 +44,11 @@ class TrainerCallback(Callback):
 
     @placeholder
     def on_init_end(self, trainer: "Trainer", **kwargs: Any) -> None:
-        """The trainer has been made."""
+        """The trainer has been created."""
 
     @placeholder
     def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
-        """Training begins; loaders, scheduler and configuration are there."""
+        """Training begins. Loaders, scheduler and configuration exist."""
 
     @placeholder
     def on_train_epoch_start(self, trainer: "Trainer", **kwargs: Any) -> None:
@@ -56,23 +56,23 @@ class TrainerCallback(Callback):
 
     @placeholder
     def on_train_step_start(self, trainer: "Trainer", **kwargs: Any) -> None:
-        """A batch has come from the loader."""
+        """The loader has returned a batch."""
 
     @placeholder
     def on_train_step_end(self, trainer: "Trainer", batch: Any, batch_output: Any, **kwargs: Any) -> None:
-        """The loss of a batch is computed, its backward is not; also carries `step`, from 0 in the epoch."""
+        """The loss of a batch is computed, before its backward; also passes `step`, from 0 in the epoch."""
 
     @placeholder
     def on_train_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
-        """The batches of an epoch are done and its training metrics recorded."""
+        """The batches of an epoch are done and its training metrics are recorded."""
 
     @placeholder
     def on_eval_epoch_start(self, trainer: "Trainer", **kwargs: Any) -> None:
-        """An evaluation begins; also carries `is_intermediate`."""
+        """An evaluation begins; also passes `is_intermediate`."""
 
     @placeholder
     def on_eval_step_start(self, trainer: "Trainer", **kwargs: Any) -> None:
-        """An evaluation batch has come from the loader."""
+        """The loader has returned an evaluation batch."""
 
     @placeholder
     def on_eval_step_end(self, trainer: "Trainer", batch: Any, batch_output: Any, **kwargs: Any) -> None:
@@ -80,11 +80,11 @@ class TrainerCallback(Callback):
 
     @placeholder
     def on_eval_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
-        """An evaluation is done and its metrics recorded; also carries `is_intermediate`."""
+        """An evaluation is done and its metrics are recorded; also passes `is_intermediate`."""
 
     @placeholder
     def on_intermediate_evaluation_end(self, trainer: "Trainer", **kwargs: Any) -> None:
-        """An evaluation inside an epoch is over, on all evaluation sets, and training is about to continue."""
+        """An evaluation inside an epoch is done on all evaluation sets, and training is about to continue."""
 
     @placeholder
     def on_training_run_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
@@ -92,7 +92,7 @@ class TrainerCallback(Callback):
 
     @placeholder
     def on_training_run_end(self, trainer: "Trainer", **kwargs: Any) -> None:
-        """Training is over; the model is unwrapped."""
+        """Training is done. The model is unwrapped."""
 
     @placeholder
     def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
@@ -100,7 +100,7 @@ class TrainerCallback(Callback):
 
     @placeholder
     def on_evaluation_run_end(self, trainer: "Trainer", **kwargs: Any) -> None:
-        """`evaluate()` is over."""
+        """`evaluate()` ends."""
 
     @placeholder
     def on_stop_training_error(self, trainer: "Trainer", **kwargs: Any) -> None:
@@ -112,23 +112,23 @@ class TrainerCallback(Callback):
 
     @placeholder
     def on_predict_step_start(self, trainer: "Trainer", **kwargs: Any) -> None:
-        """A batch to predict has come from the loader."""
+        """The loader has returned a batch to predict."""
 
     @placeholder
     def on_predict_step_end(self, trainer: "Trainer", batch: Any, batch_output: Any, **kwargs: Any) -> None:
-        """The outputs for a batch are there."""
+        """The outputs of a batch are computed."""
 
     @placeholder
     def on_predict_end(self, trainer: "Trainer", **kwargs: Any) -> None:
-        """`predict()` is over."""
+        """`predict()` ends."""
 
     @placeholder
     def on_exception(self, trainer: "Trainer", **kwargs: Any) -> None:
-        """An exception is about to leave the trainer; also carries `exception`."""
+        """An exception is about to leave the trainer; also passes `exception`."""
 
 
 class CallbackHandler:
-    """The callbacks of a Trainer, in the user's order; classes become instances.
+    """The callbacks of a Trainer, in the user's order. Classes become instances.
 
     `on_change` gets the current callbacks whenever they change; a handler without an engine calls them itself, by
     `call_event`.
@@ -142,7 +142,7 @@ class CallbackHandler:
 
     @property
     def callbacks(self) -> tuple[object, ...]:
-        """The callbacks; add with `add_callback`, or assign another sequence."""
+        """The callbacks. Add one with `add_callback`, or assign another sequence."""
         return self._callbacks
 
     @callbacks.setter
@@ -152,7 +152,7 @@ class CallbackHandler:
 
     @property
     def callback_list(self) -> list[str]:
-        """The names of the callbacks' classes."""
+        """The class names of the callbacks."""
         return [type(callback).__name__ for callback in self._callbacks]
 
     @property
@@ -173,11 +173,11 @@ class CallbackHandler:
         return len(self._callbacks)
 
     def add_callback(self, callback: object) -> None:
-        """Add one callback, or a class of which to make one, at the end."""
+        """Append one callback, or a class to instantiate."""
         self.add_callbacks([callback])
 
     def add_callbacks(self, callbacks: Iterable[object]) -> None:
-        """Add callbacks at the end; a second one of a class is rejected unless the class allows it."""
+        """Append callbacks. A second one of a class is an error unless the class allows it."""
         added = list(self._callbacks)
         for callback in callbacks:
             callback = callback() if isinstance(callback, type) else callback
@@ -197,14 +197,14 @@ class CallbackHandler:
         self._changed()
 
     def call_event(self, event: str, *args: object, **kwargs: Any) -> None:
-        """Call the method `event` of every callback that has it, with those keyword arguments that it takes."""
+        """Call the method `event` of every callback that has it, with the keyword arguments that it takes."""
         for callback in tuple(self):
             method = _find_method(callback, event)
             if method is not None:
                 method(*args, **_accepted(method, kwargs))
 
     def watch(self, on_change: Callable[[Sequence[object]], None] | None) -> None:
-        """Call a function whenever the callbacks change; the object of a bound method is not kept alive."""
+        """Call a function whenever the callbacks change. The object of a bound method is not kept alive."""
         find: Callable[[], Callable[[Sequence[object]], None] | None] = lambda: on_change
         if on_change is not None and inspect.ismethod(on_change):
             find = weakref.WeakMethod(on_change)
@@ -216,7 +216,7 @@ class CallbackHandler:
 
 
 def is_fresh_run(trainer: "Trainer") -> bool:
-    """Whether a training run begins at its beginning, and is not resumed."""
+    """Return whether a training run starts from the beginning and is not resumed."""
     return trainer.state.clock.batch == 0
 
 

@@ -1,4 +1,4 @@
-"""Callbacks that change how a run is made: where modules are, how many batches it takes, how often it evaluates, how strict it is."""
+"""Callbacks that change how a run works: where modules are, how many batches it takes, how often it evaluates, how strict it is."""
 
 import warnings
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class MoveModulesToDeviceCallback(TrainerCallback):
-    """Moves modules that the trainer holds next to its model, such as a loss with weights, to the device."""
+    """Moves further modules of the trainer, such as a loss with weights, to the device."""
 
     writes = ("settings",)
 
@@ -39,7 +39,7 @@ class ConvertSyncBatchNormCallback(TrainerCallback):
     writes = ("model",)
 
     def before_load(self, state: State, logger: Logger) -> None:
-        """Convert while the model is still plain; the optimizer's parameters stay the same objects."""
+        """Convert the model before it is wrapped. The optimizer's parameters stay the same objects."""
         if not is_distributed():
             return
         if torch.device(state.device).type == "cpu":
@@ -54,7 +54,7 @@ class ConvertSyncBatchNormCallback(TrainerCallback):
 
 
 class StepBasedEvaluationCallback(TrainerCallback):
-    """Evaluates after every n-th finished batch of the run, as a look in between that callbacks watching an epoch's metric do not count.
+    """Evaluates after every n-th batch of the run. Callbacks that watch an epoch's metric ignore these evaluations.
 
     `train(eval_interval="100ba")` makes evaluations that count.
     """
@@ -67,7 +67,7 @@ class StepBasedEvaluationCallback(TrainerCallback):
         self.eval_every_n_steps = eval_every_n_steps
 
     def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Reject a run that has nothing to evaluate on."""
+        """Raise if the run has no evaluation data."""
         if trainer.run.data.evaluation is None:
             raise ConfigError(
                 "StepBasedEvaluationCallback has nothing to evaluate on: train() got no eval_dataset. Pass one, or "
@@ -76,7 +76,7 @@ class StepBasedEvaluationCallback(TrainerCallback):
         self._trainer = trainer
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Evaluate when the batch that has just ended is an n-th one."""
+        """Evaluate after every n-th batch."""
         if state.clock.batch % self.eval_every_n_steps == 0:
             trainer = self._trainer
             assert trainer is not None
@@ -85,7 +85,7 @@ class StepBasedEvaluationCallback(TrainerCallback):
 
 
 class LimitEvalStepsCallback(TrainerCallback):
-    """Evaluates on fewer batches: `num_eval_steps` in all, shared by the processes.
+    """Evaluates on fewer batches: `num_eval_steps` in total, divided over the processes.
 
     The evaluation loader is put behind a slice once, and the slice is opened and closed per evaluation.
     """
@@ -100,7 +100,7 @@ class LimitEvalStepsCallback(TrainerCallback):
         self._slices: list[DataLoaderSlice] = []
 
     def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Put the loader behind a slice."""
+        """Wrap the loader in a slice."""
         processes = num_data_ranks()  # those that share samples take one step together
         if self.num_eval_steps < processes:
             raise ConfigError(
@@ -114,16 +114,16 @@ class LimitEvalStepsCallback(TrainerCallback):
     on_evaluation_run_start = on_training_run_start
 
     def on_eval_epoch_start(self, trainer: "Trainer", is_intermediate: bool = False, **kwargs: object) -> None:
-        """Close the slice where this evaluation is limited."""
+        """Set the limit for this evaluation."""
         if is_intermediate or not self.limit_intermediate_only:
             self._set_size(self.num_eval_steps // num_data_ranks())
 
     def on_eval_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Open the slice."""
+        """Remove the limit."""
         self._set_size(None)
 
     def on_exception(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Open the slice also when an evaluation has failed."""
+        """Remove the limit also if an evaluation has failed."""
         self.on_eval_epoch_end(trainer)
 
     def _sliced(self, loader: Iterable[object]) -> DataLoaderSlice:
@@ -136,7 +136,7 @@ class LimitEvalStepsCallback(TrainerCallback):
 
 
 class LimitBatchesCallback(TrainerCallback):
-    """Ends every training and evaluation epoch after so many batches.
+    """Ends every training and evaluation epoch after a number of batches.
 
     The loaders are cut as soon as they are made, so that the run's configuration and its schedule count the batches
     that are really run.
@@ -151,16 +151,16 @@ class LimitBatchesCallback(TrainerCallback):
         self.num_batches = num_batches
 
     def on_loaders_made(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Cut both loaders of a training run."""
+        """Limit both loaders of a training run."""
         trainer.run.data.train = self._cut(trainer.run.data.train)
         trainer.run.data.evaluation = self._cut(trainer.run.data.evaluation)
 
     def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Cut what a trainer made that does not announce its loaders."""
+        """Limit loaders that a trainer made without announcing them."""
         self.on_loaders_made(trainer)
 
     def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Cut the loader of an evaluation outside training."""
+        """Limit the loader of an evaluation outside training."""
         trainer.run.data.evaluation = self._cut(trainer.run.data.evaluation)
 
     def _cut(self, loader: object) -> object:
@@ -176,7 +176,7 @@ class LimitBatchesCallback(TrainerCallback):
 
 
 def with_limit_from_environment(callbacks: Iterable[object]) -> tuple[object, ...]:
-    """Return the callbacks, with a limit in front where the environment sets one and the user has not."""
+    """Return the callbacks, with a limit first if the environment sets one and the user has not."""
     callbacks, limit = tuple(callbacks), limit_from_environment()
     has_own = any(isinstance(one, LimitBatchesCallback) or one is LimitBatchesCallback for one in callbacks)
     return callbacks if limit is None or has_own else (LimitBatchesCallback(limit), *callbacks)
@@ -187,7 +187,7 @@ WARM_UP = 3  # the first steps allocate and initialise, which waits
 
 @contextmanager
 def warnings_as_errors(is_strict: bool) -> Iterator[None]:
-    """Raise Drivetrain's own warnings inside the block, if strict; those of torch and others stay warnings."""
+    """Raise Drivetrain's own warnings inside the block, if strict. Warnings of torch and others stay warnings."""
     if not is_strict:
         yield
         return
@@ -197,24 +197,24 @@ def warnings_as_errors(is_strict: bool) -> Iterator[None]:
 
 
 class StrictSteps(TrainerCallback):
-    """Makes a synchronisation inside a step an error, and a trainable parameter without a gradient in the first window."""
+    """Raises for a host synchronization inside a step, and for a trainable parameter without a gradient in the first window."""
 
     def __init__(self) -> None:
         self._steps_seen = 0
         self._first_window = True
 
     def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Begin again with every run."""
+        """Reset for a new run."""
         self._steps_seen, self._first_window = 0, True
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """From here to the end of the batch the host must not wait; float16's scaler is the known exception."""
+        """Forbid host synchronization until the end of the batch; float16's scaler is the known exception."""
         self._steps_seen += 1
         if state.device.type == "cuda" and state.scaler is None and self._steps_seen > WARM_UP:
             torch.cuda.set_sync_debug_mode("error")
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        """Look at the first complete gradients."""
+        """Check the first complete gradients."""
         if not self._first_window or not isinstance(state.model, nn.Module):
             return
         self._first_window = False
@@ -227,11 +227,11 @@ class StrictSteps(TrainerCallback):
             )
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Allow waiting again between steps, where evaluation and saving happen."""
+        """Allow host synchronization between steps, where evaluation and saving happen."""
         if state.device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
 
     def on_exception(self, trainer: "Trainer", exception: BaseException | None = None, **kwargs: object) -> None:
-        """Leave the process as it was."""
+        """Restore the settings of the process."""
         if torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode("default")

@@ -1,4 +1,4 @@
-"""An average of the weights that follows training, is evaluated with it, and saved when it is the best."""
+"""A moving average of the weights that is updated during training, evaluated with it, and saved if it is the best."""
 
 import copy
 import itertools
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ModelEma(nn.Module):
-    """A copy of a model whose weights follow it slowly: `decay * average + (1 - decay) * new`.
+    """A copy of a model whose weights are a moving average: `decay * average + (1 - decay) * new`.
 
     Floating parameters and buffers are averaged; the others (`num_batches_tracked`) are copied. Override `update_fn`
     for another rule. `module.average.AveragedWeights` is the shadow for sharded or half-precision models; this one is
@@ -41,12 +41,12 @@ class ModelEma(nn.Module):
         self.decay = decay
 
     def update_fn(self, ema_model_weights: Tensor, updated_model_weights: Tensor) -> Tensor:
-        """Return the new average of one floating entry."""
+        """Return the new average of one floating-point entry."""
         return self.decay * ema_model_weights + (1.0 - self.decay) * updated_model_weights
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Take one step towards the model's present weights."""
+        """Update the average with the model's current weights."""
         averages, weights = self._copy_others(model)
         if type(self).update_fn is not ModelEma.update_fn:
             for average, weight in zip(averages, weights):
@@ -56,7 +56,7 @@ class ModelEma(nn.Module):
 
     @torch.no_grad()
     def set(self, model: nn.Module) -> None:
-        """Take over the model's present weights."""
+        """Copy the model's current weights."""
         averages, weights = self._copy_others(model)
         if averages:
             torch._foreach_copy_(averages, weights)
@@ -154,18 +154,18 @@ class ModelEmaCallback(SaveBestModelCallback):
         self._trainer = trainer
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Update where the interval counts batches, steps, samples or tokens."""
+        """Update if the interval counts batches, steps, samples or tokens."""
         if not self._interval.is_per_epoch and self._interval.due(state.clock):
             assert self._trainer is not None
             self._average().update(self._trainer.get_model(keep_torch_compile=False))
 
     def on_train_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Update where the interval counts epochs."""
+        """Update if the interval counts epochs."""
         if self._interval.is_per_epoch and self._interval.due(trainer.state.clock):
             self._average().update(trainer.get_model(keep_torch_compile=False))
 
     def on_eval_epoch_end(self, trainer: "Trainer", is_intermediate: bool = False, **kwargs: object) -> None:
-        """Evaluate the average, after an evaluation that belongs to an epoch of training."""
+        """Evaluate the average after an evaluation that belongs to a training epoch."""
         if self.evaluate_during_training and not is_intermediate and self._trainer is not None:
             self._evaluate_average(trainer, trainer.state.dataloader)
 
@@ -191,7 +191,7 @@ class ModelEmaCallback(SaveBestModelCallback):
                 trainer.run_history.set_metric_name_prefix(prefix)
 
     def on_training_run_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Save the average, if it is the best or not compared."""
+        """Save the average if it is the best, or if nothing is compared."""
         with self._in_place_of_the_model(trainer):
             if self.evaluate_during_training:
                 super().on_training_run_epoch_end(trainer)
@@ -199,11 +199,11 @@ class ModelEmaCallback(SaveBestModelCallback):
                 trainer.save_checkpoint(save_path=self.save_path, save_optimizer=False, save_scheduler=False)
 
     def on_training_run_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Leave the trained model as it is."""
+        """Release the trainer. The trained model keeps its own weights."""
         self._trainer = None
 
     def on_exception(self, trainer: "Trainer", **kwargs: object) -> None:
-        """No run is on any more."""
+        """Release the trainer: the run has ended."""
         self._trainer = None
 
     def state_dict(self) -> StateDict:
@@ -212,7 +212,7 @@ class ModelEmaCallback(SaveBestModelCallback):
         return {**super().state_dict(), "average": average}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore both; the average is applied when the run starts."""
+        """Restore both. The average is applied when the run starts."""
         super().load_state_dict(state)
         self._restored = state["average"]
 

@@ -1,4 +1,4 @@
-"""Callbacks that measure: how fast the run is, how much memory it takes, what its learning rates are.
+"""Callbacks that measure: speed, memory and learning rates of a run.
 
 They read clocks and counters on the host, never the device, and send their numbers to the run's loggers.
 """
@@ -45,7 +45,7 @@ _PEAK_FLOPS = {
 
 
 class ThroughputMonitor(TrainerCallback):
-    """Logs batches, samples and tokens per second, over all devices and per device, and the model FLOPs utilisation.
+    """Logs batches, samples and tokens per second, over all devices and per device, and the model FLOPs utilization (MFU).
 
     Numbers are means over `window_size` batches; evaluation does not count. MFU (Chowdhery et al., 2022) is the FLOPs
     of the training steps over what the devices could do at their dense bfloat16 peak. FLOPs are counted once, during
@@ -72,13 +72,13 @@ class ThroughputMonitor(TrainerCallback):
         self._since = 0.0
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Find out what is known about the device."""
+        """Look up the device."""
         self._flops = None if isinstance(self.flops_per_sample, str) else self.flops_per_sample
         self._peak = _peak_of(state.device) if isinstance(self.peak_flops, str) else self.peak_flops
         self._restart(state)
 
     def epoch_start(self, state: State, logger: Logger) -> None:
-        """Let the time run."""
+        """Start the clock."""
         self._since = time.perf_counter()
 
     def batch_start(self, state: State, logger: Logger) -> None:
@@ -90,7 +90,7 @@ class ThroughputMonitor(TrainerCallback):
             self._counter.__enter__()
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Close the count, and a window that is full."""
+        """End the FLOPs count, and log a full window."""
         if self._counter is not None and self._flops is None:
             self._close_counter(state)
             self._restart(state)  # a counted batch is a slow one
@@ -98,20 +98,20 @@ class ThroughputMonitor(TrainerCallback):
             self._log(state, logger)
 
     def eval_start(self, state: State, logger: Logger) -> None:
-        """Stop the time."""
+        """Stop the clock."""
         self._seconds += time.perf_counter() - self._since
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Let the time run again."""
+        """Start the clock again."""
         self._since = time.perf_counter()
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        """Log a run's first numbers after an epoch that is shorter than a window; then stop the time."""
+        """Log a run's first numbers if the epoch is shorter than a window. Then stop the clock."""
         if state.clock.batch > self._counts[0]:
             self._log(state, logger)
 
     def on_exception(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Leave no counter behind when the first batch fails."""
+        """Remove the FLOPs counter if the first batch fails."""
         if self._counter is not None and self._flops is None:
             self._counter.__exit__(None, None, None)
             self._counter = None
@@ -220,7 +220,7 @@ def _memory(device: torch.device) -> dict[str, float]:
 
 
 def learning_rates(optimizers: Sequence[Any] | None) -> dict[str, float | Tensor]:
-    """Return the rate of every parameter group by name; one on a device is copied there."""
+    """Return the rate of every parameter group by name. A rate on a device is copied there."""
     rates: dict[str, float | Tensor] = {}
     for optimizer in optimizers or ():
         for index, group in enumerate(optimizer.param_groups):

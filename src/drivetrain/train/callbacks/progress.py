@@ -1,7 +1,7 @@
-"""Progress in the terminal: a bar, or a plain line now and then, and printed metrics; nothing on other processes.
+"""Progress in the terminal: a bar, or a plain line at intervals, and printed metrics; nothing on other processes.
 
-A step only counts and looks at the clock. What is drawn comes from values the host already has: the loss that was last
-read back, the learning rate of the first group, the samples counted by the run's clock.
+A step only counts and reads the clock. The display uses values that the host already has: the loss that was last read back, the
+learning rate of the first group, the samples counted by the run's clock.
 """
 
 import sys
@@ -51,7 +51,7 @@ class ProgressBarCallback(TrainerCallback):
         self._readback = AsyncReadback()
 
     def on_train_epoch_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Begin a training epoch, where a resumed run left it."""
+        """Start a training epoch at the position of a resumed run."""
         clock, epoch, config = trainer.state.clock, trainer.run_history.current_epoch, trainer.run.config
         epochs = None if config is None else config.num_epochs
         earlier = epoch - 1 - clock.epoch  # epochs of runs before this one that the history still holds
@@ -60,7 +60,7 @@ class ProgressBarCallback(TrainerCallback):
         self._begin(trainer, _Phase(name, length(trainer.run.data.train), clock.batch_in_epoch, clock.sample))
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Count a training batch, and show it when it is time."""
+        """Count a training batch, and refresh the display if it is due."""
         if time.perf_counter() < self._next:
             return
         phase = self._phases[-1]
@@ -81,7 +81,7 @@ class ProgressBarCallback(TrainerCallback):
         self._begin(trainer, _Phase(name, length(state.dataloader), 0, 0, trains=False))
 
     def eval_batch_end(self, state: State, logger: Logger) -> None:
-        """Count an evaluation batch, and show it when it is time."""
+        """Count an evaluation batch, and refresh the display if it is due."""
         if not self._phases:
             return
         phase = self._phases[-1]
@@ -97,13 +97,13 @@ class ProgressBarCallback(TrainerCallback):
             self._end(self._phases[-1])
 
     def on_training_run_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Leave the terminal as it was; also after a stop or an error."""
+        """Restore the terminal, also after a stop or an error."""
         self._close()
 
     on_stop_training_error = on_exception = on_training_run_end
 
     def close(self, *_: object) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         self._close()
 
     def _begin(self, trainer: "Trainer", phase: "_Phase") -> None:
@@ -297,7 +297,7 @@ def _clock(seconds: float) -> str:
 
 
 class LogMetricsCallback(TrainerCallback):
-    """Shows the latest metrics: training's after the training epoch, all others after an evaluation.
+    """Prints the latest metrics: those of training after the training epoch, all others after an evaluation.
 
     Override `log_metrics` to send them somewhere else.
     """
@@ -305,15 +305,15 @@ class LogMetricsCallback(TrainerCallback):
     _recorded_before: Mapping[str, int] = {}
 
     def on_train_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Log the metrics whose names begin with `train`."""
+        """Print the metrics whose names begin with `train`."""
         self._log(trainer, [name for name in trainer.run_history.get_metric_names() if name.startswith("train")])
 
     def on_eval_epoch_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Note what was recorded before this evaluation."""
+        """Record which metrics existed before this evaluation."""
         self._recorded_before = trainer.run_history._counts()
 
     def on_eval_epoch_end(self, trainer: "Trainer", is_intermediate: bool = False, **kwargs: object) -> None:
-        """Log the other metrics; of an evaluation inside an epoch, or of one of several evaluation sets, only its own."""
+        """Print the other metrics. For an evaluation inside an epoch, or one of several evaluation sets, print only its own."""
         counts = {name: count for name, count in trainer.run_history._counts().items() if not name.startswith("train")}
         if is_intermediate or trainer.state.dataloader_label != "eval":
             self._log(trainer, [name for name in counts if counts[name] != self._recorded_before.get(name, 0)])
@@ -346,7 +346,7 @@ class PrintProgressCallback(TrainerCallback):
         trainer.print("Starting evaluation" if label == "eval" else f"Starting evaluation on {label}")
 
     def on_training_run_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Print that training is over."""
+        """Print that training has ended."""
         trainer.print("\nFinishing training run")
 
     def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
@@ -354,5 +354,5 @@ class PrintProgressCallback(TrainerCallback):
         trainer.print("Starting evaluation run")
 
     def on_evaluation_run_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Print that `evaluate()` is over."""
+        """Print that `evaluate()` has ended."""
         trainer.print("Finishing evaluation run")

@@ -1,4 +1,4 @@
-"""Callbacks that keep a run: its best model, its whole state at intervals, and the ends of a WSD schedule."""
+"""Callbacks that save: the best model, the whole state of a run at intervals, and the ends of a WSD schedule."""
 
 import shutil
 import warnings
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SaveBestModelCallback(TrainerCallback):
-    """Saves the model whenever a metric is better than ever in the run, and loads the best one at the end.
+    """Saves the model whenever a metric reaches its best value of the run, and loads the best model at the end.
 
     The value is stored in the file under the metric's name. A file that this callback has not written is never loaded.
 
@@ -62,15 +62,15 @@ class SaveBestModelCallback(TrainerCallback):
 
     @property
     def best_metric(self) -> float | None:
-        """The best value so far; None until something was saved."""
+        """The best value so far; None until a model was saved."""
         return self._watch.best
 
     def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Forget earlier runs where that is requested, unless this one is resumed."""
+        """Reset the best value if that is requested, unless this run is resumed."""
         self._watch.start(trainer.run_history, forget=self.reset_on_train and is_fresh_run(trainer))
 
     def on_training_run_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Save if the latest value is the best; on several processes rank 0's value counts, because all of them save."""
+        """Save if the latest value is the best. On several processes rank 0's value decides, because all of them save."""
         self._save_if_best(trainer, self._watch.agreed_value(trainer))
 
     def on_intermediate_evaluation_end(self, trainer: "Trainer", **kwargs: object) -> None:
@@ -158,37 +158,37 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._saved_checkpoints: list[Path] = []
 
     def on_train_step_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Remove what a state saved after the last step has made superfluous."""
+        """Remove states that the last save has replaced."""
         if self.max_checkpoints is not None and len(self._saved_checkpoints) > self.max_checkpoints:
             self._remove_old(trainer)
 
     def on_train_step_end(
         self, trainer: "Trainer", batch: object = None, batch_output: object = None, **kwargs: object
     ) -> None:
-        """Request a state after this step's update, where one is due."""
+        """Request a save after this step's update if it is due."""
         update = update_in_progress(trainer)
         if update is not None and self.save_every_n_steps is not None and update % self.save_every_n_steps == 0:
             self._save(trainer, f"step_{update}")
 
     def on_training_run_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Save a finished epoch, where one is due."""
+        """Save a finished epoch if it is due."""
         epoch = trainer.state.clock.epoch
         if self.save_every_n_epochs is not None and epoch and epoch % self.save_every_n_epochs == 0:
             self._save(trainer, f"epoch_{epoch}")
         self._remove_old(trainer)
 
     def on_training_run_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Save the end."""
+        """Save the end of the run."""
         if self.save_at_end:
             trainer.save_training_state(self.save_dir / "final")
         self._remove_old(trainer)
 
     def state_dict(self) -> StateDict:
-        """Return which states are there, so that a resumed run removes the right ones."""
+        """Return which states exist, so that a resumed run removes the right ones."""
         return {"saved": [str(path) for path in self._saved_checkpoints]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the list back."""
+        """Restore the list."""
         self._saved_checkpoints = [Path(path) for path in state["saved"]]
 
     def _save(self, trainer: "Trainer", name: str) -> None:
@@ -207,7 +207,7 @@ class SaveTrainingStateCallback(TrainerCallback):
 
 
 class WSDCheckpointCallback(TrainerCallback):
-    """Saves before and after every decay of a `WSDLrScheduler`, and begins a continuation from such a checkpoint.
+    """Saves before and after every decay of a `WSDLrScheduler`, and starts a continuation from such a checkpoint.
 
     `checkpoint_N_wsd_pre_decay` is a state folder to continue from as if the decay had not been (WSD), and
     `checkpoint_N_wsd_post_decay.pt` the model to use, or to continue from (WSD-S).
@@ -247,7 +247,7 @@ class WSDCheckpointCallback(TrainerCallback):
     def on_train_step_end(
         self, trainer: "Trainer", batch: object = None, batch_output: object = None, **kwargs: object
     ) -> None:
-        """Request what is due after this step's update."""
+        """Request the saves that are due after this step's update."""
         update = update_in_progress(trainer)
         if update in self.pre_decay_steps:
             entries = {"step": update, "checkpoint_type": "wsd_pre_decay"}
@@ -290,5 +290,5 @@ def _load_weights(state: State, folder: Path) -> None:
 
 
 def update_in_progress(trainer: "Trainer") -> int | None:
-    """Return the number of the update that the batch in hand completes, from 1; None inside an accumulation window."""
+    """Return the number of the update that the current batch completes, from 1; None inside an accumulation window."""
     return trainer.state.clock.step + 1 if trainer.run.stepper.window.closes else None

@@ -71,14 +71,14 @@ class EarlyStoppingCallback(TrainerCallback):
         return self._watch.best
 
     def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Count from zero, unless the run is resumed."""
+        """Reset the count, unless the run is resumed."""
         forget = self.reset_on_train and is_fresh_run(trainer)
         self._watch.start(trainer.run_history, forget)
         if forget:
             self.early_stopping_patience_counter = 0
 
     def on_training_run_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Compare the latest value and stop when patience is at its end."""
+        """Compare the latest value and stop if patience is exhausted."""
         self._compare(trainer, self._watch.new_value(trainer))
 
     def on_intermediate_evaluation_end(self, trainer: "Trainer", **kwargs: object) -> None:
@@ -108,7 +108,7 @@ class EarlyStoppingCallback(TrainerCallback):
         return {"watch": self._watch.state_dict(), "counter": self.early_stopping_patience_counter}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take both back."""
+        """Restore both."""
         self._watch.load_state_dict(state["watch"])
         self.early_stopping_patience_counter = state["counter"]
 
@@ -128,13 +128,13 @@ class TerminateOnNaNCallback(TrainerCallback):
         self._readback = AsyncReadback()
 
     def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Begin with nothing on its way."""
+        """Start without pending losses."""
         self._trainer, self.triggered, self._readback = trainer, False, AsyncReadback()
 
     on_evaluation_run_start = on_training_run_start
 
     def after_loss(self, state: State, logger: Logger) -> None:
-        """Test the loss that is trained on."""
+        """Test the training loss."""
         self.check_for_nan_after_batch({"loss": state.loss}, step=_TRAINING)
 
     def on_eval_step_end(self, trainer: "Trainer", batch: object, batch_output: BatchOutput, **kwargs: object) -> None:
@@ -143,13 +143,13 @@ class TerminateOnNaNCallback(TrainerCallback):
         self.check_for_nan_after_batch(batch_output, step=_VALIDATION)
 
     def on_train_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Test the last losses of an epoch or an evaluation; its mean has just been read, so nothing is waited for."""
+        """Test the last losses of an epoch or an evaluation. Its mean has just been read, so this does not wait."""
         self._inspect(self._readback.drain())
 
     on_eval_epoch_end = on_train_epoch_end
 
     def check_for_nan_after_batch(self, batch_output: BatchOutput, step: str | None = None) -> None:
-        """Send the loss to be tested, and test those that have arrived."""
+        """Send the loss to the host, and test those that have arrived."""
         loss = batch_output["loss"]
         if isinstance(loss, Tensor):
             if loss.ndim:
@@ -233,14 +233,14 @@ class LossSpike(TrainerCallback):
         return self.action == "rollback"
 
     def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Start without pending losses; a resumed run keeps its statistics."""
+        """Start without pending losses. A resumed run keeps its statistics."""
         self._trainer, self._readback = trainer, AsyncReadback()
         if trainer.state.clock.batch == 0:
             self.losses.clear()
         self._limit = self._find_limit()
 
     def after_loss(self, state: State, logger: Logger) -> None:
-        """Compare the loss with the limit before its backward pass; on an accelerator nothing is waited for."""
+        """Compare the loss with the limit before its backward pass. This does not synchronize an accelerator."""
         if self.guard is None:
             return
         loss = _mean_over_ranks(state.loss.detach())
@@ -262,7 +262,7 @@ class LossSpike(TrainerCallback):
         return {"losses": list(self.losses)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them back."""
+        """Restore the losses."""
         self.losses = deque(state["losses"], maxlen=self.window)
         self._limit = self._find_limit()
 

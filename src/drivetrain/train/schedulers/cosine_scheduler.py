@@ -97,7 +97,7 @@ class CosineLrScheduler(StatefulSchedulerBase):
         self.step_update(0)
 
     def get_updated_values(self, num_updates: int) -> list[float]:
-        """Return the rate of every group after so many updates."""
+        """Return the rate of every group after this many updates."""
         return [self._rate(base, num_updates) for base in self.base_lr_values]
 
     def _rate(self, base: float, num_updates: int) -> float:

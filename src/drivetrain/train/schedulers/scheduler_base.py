@@ -20,11 +20,11 @@ Values = None | float | Iterable[float]
 
 
 class SchedulerArgumentError(ConfigError, AssertionError):
-    """A scheduler was given an argument it cannot use."""
+    """A scheduler received an invalid argument."""
 
 
 class SchedulerBase(ABC):
-    """Keeps no count: `step_update(num_updates)` is given it."""
+    """Keeps no count: call `step_update(num_updates)`."""
 
     def __init__(self, optimizer: Optimizer, param_group_field: str = "lr"):
         self.optimizer = optimizer
@@ -45,10 +45,10 @@ class SchedulerBase(ABC):
 
     @abstractmethod
     def get_updated_values(self, num_updates: int) -> Values:
-        """Return the value after so many updates: one for all groups, one for each, or None to leave them."""
+        """Return the value after this many updates: one for all groups, one for each, or None for no change."""
 
     def step_update(self, num_updates: int) -> None:
-        """Set the value that belongs to so many updates."""
+        """Set the value for this many updates."""
         values = self.get_updated_values(num_updates)
         if values is not None:
             self._update_param_groups(values)
@@ -68,7 +68,7 @@ class SchedulerBase(ABC):
                 group[self.param_group_field] = value
 
     def state_dict(self) -> StateDict:
-        """Return all attributes except the optimizer, which is saved on its own."""
+        """Return all attributes except the optimizer, which is saved separately."""
         return {name: value for name, value in vars(self).items() if name != "optimizer"}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -92,7 +92,7 @@ class StatefulSchedulerBase(SchedulerBase):
         self.step_update(self._num_updates)
 
     def state_dict(self) -> StateDict:
-        """Return the attributes to save, without the optimizer; the count is called `num_updates`."""
+        """Return the attributes to save, without the optimizer. The count is called `num_updates`."""
         state = super().state_dict()
         state["num_updates"] = state.pop("_num_updates")
         return state if self.saved is None else {name: state[name] for name in self.saved}
@@ -114,13 +114,13 @@ class StatefulSchedulerBase(SchedulerBase):
 
 
 def require(condition: bool, message: str) -> None:
-    """Reject an argument unless the condition holds."""
+    """Raise unless the condition holds."""
     if not condition:
         raise SchedulerArgumentError(message)
 
 
 def require_numbers(at_least: float | None = None, above: float | None = None, **values: object) -> None:
-    """Reject arguments that are not finite numbers within the limits; None means not set."""
+    """Raise for arguments that are not finite numbers within the limits. None means not set."""
     for name, value in values.items():
         try:
             if value is not None:
@@ -130,6 +130,6 @@ def require_numbers(at_least: float | None = None, above: float | None = None, *
 
 
 def require_flags(**values: object) -> None:
-    """Reject arguments that are not True or False."""
+    """Raise for arguments that are not True or False."""
     for name, value in values.items():
         require(isinstance(value, bool), f"{name}={value!r}: expected True or False.")

@@ -27,7 +27,7 @@ _SHAPE = (
 
 
 class WSDLrScheduler(StatefulSchedulerBase):
-    """Holds the base rate and lets it fall before each checkpoint; `WSDCheckpointCallback` saves at those steps."""
+    """Keeps the base rate and lowers it before each checkpoint. `WSDCheckpointCallback` saves at those steps."""
 
     saved = ("total_steps", *_SHAPE, "is_continuation_from_checkpoint", "num_updates")
 
@@ -119,12 +119,12 @@ class WSDLrScheduler(StatefulSchedulerBase):
         return self.checkpoint_decay_info
 
     def get_phase_info(self, num_updates: int) -> dict[str, int]:
-        """Return the period that so many updates lie in; the end of a period belongs to it."""
+        """Return the period that contains this many updates. The end of a period belongs to it."""
         periods = self.checkpoint_decay_info
         return next((period for period in periods if num_updates <= period["period_end"]), periods[-1])
 
     def get_current_step(self) -> int:
-        """Return the number of updates the present rate was made for."""
+        """Return the number of updates for the current rate."""
         return max(self._num_updates, 0)
 
     def get_current_phase_info(self) -> dict[str, int]:
@@ -143,7 +143,7 @@ class WSDLrScheduler(StatefulSchedulerBase):
         return next((period for period in periods if num_updates < period["period_end"]), periods[-1])
 
     def get_updated_values(self, num_updates: int) -> list[float]:
-        """Return the rate of every group after so many updates."""
+        """Return the rate of every group after this many updates."""
         if not self.is_continuation_from_checkpoint and num_updates < self.num_warmup_steps:
             start, done = self.warmup_starting_lr, num_updates / self.num_warmup_steps
             return [between(base, start, done) for base in self.base_lr_values]
@@ -191,7 +191,7 @@ class WSDLrScheduler(StatefulSchedulerBase):
         )
 
     def restart(self) -> None:
-        """Count from the beginning again, as a continuation does."""
+        """Start counting from the beginning, as a continuation does."""
         self._num_updates = -1
         self.step_update(0)
 
@@ -209,7 +209,7 @@ class WSDLrScheduler(StatefulSchedulerBase):
 
 
 def estimate_checkpoint_steps(total_steps: int, num_checkpoints: int) -> list[int]:
-    """Return the ends of the periods, each twice the one before.
+    """Return the ends of the periods, each twice the previous one.
 
     >>> estimate_checkpoint_steps(200_000, 3)
     [50000, 100000, 200000]
