@@ -487,6 +487,8 @@ def test_the_page_fits_a_phone_and_follows_the_colour_scheme(browser, report):
         page.wait_for(READY)
         page.evaluate(SETTLED)
         assert page.evaluate("Math.max(document.documentElement.scrollWidth, innerWidth)") == 390
+        columns = "getComputedStyle(document.querySelector('.gallery')).gridTemplateColumns.split(' ').length"
+        assert page.evaluate(columns) == 2  # small pictures side by side
         shade = "getComputedStyle(document.body).backgroundColor"
         light, line = page.evaluate(shade), page.evaluate(f"{LOSS}.members[0].colour")
         page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
