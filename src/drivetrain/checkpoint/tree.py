@@ -41,7 +41,7 @@ SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""Types a safetensors file can name. Others are stored as a view of one of these, and the reference says which."""
+"""Types a safetensors file can name. Others are stored as a view of one of these, which the reference names."""
 
 _VIEWED_DTYPES: dict[torch.dtype, torch.dtype] = {
     torch.complex128: torch.float64,

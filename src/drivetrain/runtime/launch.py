@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT = 29500
 SHUTDOWN_SECONDS = 120
-"""How long workers may save after the agent was asked to stop; torch's variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it."""
+"""How long workers may save after a stop was requested; torch's variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it."""
 
 AGENT_LOGGERS = (
     "torch.distributed.elastic",

@@ -58,16 +58,16 @@ class Application:
     whole: nn.Module | None = None
     """The model of which `model` holds some stages, while a plan with a pipeline is applied."""
     autocast_dtype: torch.dtype | None = None
-    """What forward and loss are computed in; sharding takes it over into its own policy."""
+    """The type of forward and loss; sharding uses it in its own policy."""
     scaler_dtype: torch.dtype | None = None
-    """What gradients are computed in, where that decides whether they must be scaled."""
+    """The type of the gradients, if it decides whether they must be scaled."""
     skip_nonfinite = False
     count_items: Callable[[Any], Count] | None = None
-    """Counts what the loss of prepared input is a mean over; None: as `items` says, else samples."""
+    """Counts what the loss of prepared input is a mean over; None: by `items`, else by samples."""
     items: LossItems = UNKNOWN
-    """What the loss is a mean over, where that was found."""
+    """What the loss is a mean over, if it was found."""
     outputs_are_read = False
-    """Whether anything but the loss reads the outputs of a model that trains, so that they must be whole."""
+    """Whether anything but the loss reads the outputs of a model that trains, so that they must not be split."""
     output_position = 1
     """Which argument of the loss is the model's output: `(input, output)` here, `(output, target)` in the Trainer."""
     stepping: "Stepping"

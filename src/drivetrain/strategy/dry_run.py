@@ -44,7 +44,7 @@ from drivetrain.strategy.value import Failure, Strategy
 VERIFY_SECONDS = 300.0
 """How long processes that try a given plan may take."""
 STAND_IN_ELEMENTS = 1 << 29
-"""How many elements a model that stands in for one on the meta device may have: 2 GiB in float32."""
+"""How many elements a model that represents one on the meta device may have: 2 GiB in float32."""
 
 
 _FOLLOWED = (5, 7)

@@ -62,7 +62,7 @@ class Effects:
 
     # Arithmetic and kernels.
     precision: str = "float32"
-    """What matrix products compute in, as it is called in labels and kinds."""
+    """The precision of matrix products, as labels and kinds name it."""
     rate: str = "float32"
     """The key of the machine's rates."""
     arithmetic: str = "float32"
@@ -72,11 +72,11 @@ class Effects:
     is_recorded: bool = False
     """Whether kernels are recorded once and replayed: launching costs nothing, and their memory pool is their own."""
     threads: int | None = None
-    """On a CPU; None leaves them as they are."""
+    """On a CPU; None does not change them."""
     block_kernels: Kernels = Kernels()
     other_kernels: Kernels = Kernels()
     is_channels_last: bool = False
-    """Whether images have the channels of a pixel side by side."""
+    """Whether images are in channels-last memory format."""
 
     # Parameters, gradients and optimizer state.
     parameter_ranks: int = 1
@@ -115,7 +115,7 @@ class Effects:
     head_again: float = 0.0
     """Further forward passes of what is outside of blocks."""
     is_tracked: bool = True
-    """Whether the tracked peak of an eager step tells what lives for a moment only."""
+    """Whether the tracked peak of an eager step shows the memory that is held only briefly."""
 
     # Pipelines and communication.
     stages: int = 1

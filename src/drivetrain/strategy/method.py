@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from drivetrain.strategy.search.space import SearchScope
 
 Numerics = Literal["exact", "tf32", "mixed", "low"]
-"""How far results may drift: not at all beyond rounding, TF32 products, 16-bit autocast, or 16-bit and 8-bit weights."""
+"""How much results may change: only by rounding, TF32 products, 16-bit autocast, or 16-bit and 8-bit weights."""
 
 
 C = TypeVar("C")
 """The class of a method's configurations."""
 Option = tuple[tuple[str, Any], ...]
-"""One thing that a search may do: methods with their configurations. The empty option leaves the methods out."""
+"""One choice of a search: methods with their configurations. The empty option leaves the methods out."""
 
 
 class Stage(IntEnum):
@@ -87,7 +87,7 @@ class Method(Generic[C]):
     aliases: ClassVar[tuple[str, ...]] = ()
     numerics: ClassVar[Numerics] = "exact"
     changes_gradient: ClassVar[bool] = False
-    """Whether it trains something else by design, such as adapters: the loss must then be the plain one, and gradients are not compared."""
+    """Whether it changes what is trained, as adapters do: then only the loss must match the plain model, not the gradients."""
     stage: ClassVar[Stage] = Stage.MODULE
     Config: ClassVar[type] = NoConfig
     conflicts: ClassVar[Mapping[str, str]] = {}
@@ -101,9 +101,9 @@ class Method(Generic[C]):
     short: ClassVar[str | None] = None
     """The key that a bare value sets."""
     renamed: ClassVar[Mapping[str, str]] = {}
-    """Other spellings of keys, from libraries that people come from."""
+    """Other names of keys, from other libraries."""
     ignored_keys: ClassVar[tuple[str, ...]] = ()
-    """Keys of those libraries that have no meaning here: they warn, by name."""
+    """Keys of other libraries that have no effect here: each warns by name."""
     why: ClassVar[str] = ""
     """What the method does, as a short phrase; `explain()` shows it."""
 
@@ -173,11 +173,11 @@ class Method(Generic[C]):
     # What a search asks.
 
     dimension: ClassVar[str | None] = None
-    """Methods of one dimension are alternatives to each other; None: a dimension of its own."""
+    """Methods of one dimension are alternatives to each other; None: the method has its own dimension."""
     is_searched: ClassVar[bool] = True
-    """Whether a search decides about it; else it is used only when it is included."""
+    """Whether a search chooses it; otherwise it is used only if it is included."""
     stays_idle: ClassVar[bool] = False
-    """Whether it stays in a plan that includes it where it has nothing to do."""
+    """Whether it stays in a plan that includes it although it has no effect there."""
     axis: ClassVar[str | None] = None
     """The axis of the mesh that this method alone uses."""
     shards_axis: ClassVar[str | None] = None
@@ -185,7 +185,7 @@ class Method(Generic[C]):
     splits_optimizer: ClassVar[bool] = False
     """Whether it splits nothing but the optimizer's state over data ranks."""
     unproved_on: ClassVar[frozenset[str]] = frozenset()
-    """Kinds of devices on which it pays only sometimes, so that it is not chosen without a trial."""
+    """Kinds of devices on which it helps only sometimes, so that it is not chosen without a trial."""
     is_minor: ClassVar[bool] = False
     """Whether two plans that differ only in it give the same information in a trial."""
     is_simple: ClassVar[bool] = False
@@ -268,19 +268,19 @@ class Method(Generic[C]):
     # What a new world, a simulation or a trial asks.
 
     not_simulated: ClassVar[str | None] = None
-    """Why fake tensors leave the method out; None: they follow it."""
+    """Why the method is not simulated on fake tensors; None: it is."""
     prevents_simulation: ClassVar[str | None] = None
-    """Why a plan with the method cannot be followed on fake tensors at all."""
+    """Why a plan with the method cannot be simulated on fake tensors."""
     compiles: ClassVar[bool] = False
     """Whether the first steps compile."""
     records_kernels: ClassVar[bool] = False
     """Whether kernels are recorded and write every gradient into the same memory."""
     warm_up_steps: ClassVar[int] = 0
-    """Further steps before times are those of training."""
+    """Additional steps before the timing is representative."""
     leaves_no_trace: ClassVar[bool] = False
-    """Whether a process is as before after a trial, once its settings are restored and its memory is released."""
+    """Whether a process can be reused after a trial, when its settings are restored and its memory is released."""
     sets_update_loop: ClassVar[bool] = False
-    """Whether it decides how the optimizer goes through the parameters."""
+    """Whether it decides how the optimizer iterates over the parameters."""
 
     def scaled_to(self, config: C, axes: Mapping[str, int], batch: "BatchSplit | None") -> C:
         """Return the configuration for another mesh and batch split."""

@@ -110,11 +110,11 @@ class Agreement:
         self.vote: StopVote | None = None
         """None on a single process."""
         self.signals = StopSignals()
-        """Entered while a run is on; before that it notes nothing."""
+        """Active during a run; before that it records nothing."""
         self.stop: StopTrainingError | TrainingStopped | None = None
         """Why this rank requested a stop."""
         self.is_reached = False
-        """Whether all ranks stop at the same place."""
+        """Whether all ranks stop at the same position."""
 
     def own_request(self) -> int:
         """Return this rank's request: the number of a signal, `STOP`, or 0 to continue."""

@@ -95,7 +95,7 @@ class Options:
     find_unused_parameters: bool = False
     ignore_dryrun_on_load_strategy: bool = False
     sample_batch: object = None
-    """One sample, or a batch with `expand_sample_batch=False`, where there is no dataset."""
+    """One sample, or a batch with `expand_sample_batch=False`, if there is no dataset."""
     batch_size: int | None = None
     """The global batch size that goes with `sample_batch`."""
     expand_sample_batch: bool = True
@@ -150,7 +150,7 @@ def auto_accelerate(
         dataset: what to train on.
         loss_func: a function of model input and model output.
         prepare_input: a function of what the loader yields and the device; it returns the model's input.
-        model_input_format: None passes the batch as it is, `"unpack_sequence"` and `"unpack_dict"` unpack it.
+        model_input_format: None passes the batch unchanged, `"unpack_sequence"` and `"unpack_dict"` unpack it.
         optim_args: arguments of the optimizer.
         optim_param_func: a function of the model that returns parameter groups.
         dataloader_args: arguments of the loader; `batch_size` is the global batch.

@@ -62,7 +62,7 @@ class TrainingData:
     source: BatchInHand | None = None
     """The `SmartDataLoader` behind the training loader, which counts samples over all ranks; None for a loader of the user's own."""
     may_pad: bool = False
-    """Whether a batch may only keep this rank in step with others that still have samples."""
+    """Whether a batch may be padding, which only keeps this rank synchronized with ranks that still have samples."""
     reads_index: bool = False
     """Whether a plugin reads which samples are in a batch."""
     count_tokens: Callable[..., int] | None = None
@@ -237,7 +237,7 @@ class SharedParts:
     data_ranks: "tuple[int, int, ProcessGroup | None] | None" = None
     """Which samples this rank reads by the plan; None: by its rank."""
     planned_model: nn.Module | None = None
-    """The model as the plan left it, in its DDP shell."""
+    """The model after the plan was applied, in its DDP wrapper."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True, weakref_slot=True)

@@ -30,7 +30,7 @@ _LARGE_STATE = 0.3
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
     what: tuple[str, ...] = _PARTS
-    """`params` and `optimizer`; without sharding the parameters stay on the device all the same."""
+    """`params` and `optimizer`; without sharding the parameters always stay on the device."""
     pin_memory: bool = True
     """Whether host memory is pinned, so that transfers overlap with other work; pinned memory cannot be swapped out."""
 

@@ -34,12 +34,12 @@ class FsdpConfig:
     wrap: Any = "auto"
     """What becomes a unit: "auto" for the model's blocks, classes, names, or a smallest number of elements."""
     ignored: Any = ()
-    """Classes or names of modules whose parameters stay whole."""
+    """Classes or names of modules whose parameters are not sharded."""
     reshard_after_forward: bool | int = True
     """Whether gathered parameters are freed between forward and backward; an int reshards to that many ranks."""
     reduce_dtype: str = "float32"
     cpu_offload: bool = False
-    """Whether parameters, gradients and optimizer state live in host memory."""
+    """Whether parameters, gradients and optimizer state are in host memory."""
     param_init_fn: Any = None
     """Initialises each module of a model on the meta device; None for `reset_parameters`."""
 

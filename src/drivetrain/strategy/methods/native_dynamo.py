@@ -37,9 +37,9 @@ class CompileConfig:
     dynamic: bool | None = None
     fullgraph: bool = False
     include_loss: bool = True
-    """Whether the loss is compiled too, where the whole model is."""
+    """Whether the loss is compiled together with the whole model."""
     activation_memory_budget: float = 1.0
-    """Share of the activations the compiler may keep; less makes it recompute. It holds for the whole process."""
+    """Share of the activations that the compiler may keep; with less it recomputes. It applies to the whole process."""
     allow_tf32: bool = False
 
 

@@ -32,11 +32,11 @@ class ParallelModeConfig:
     sync_batchnorm: bool = False
     """Whether batch norms take their statistics over all data ranks."""
     static_graph: bool = False
-    """Whether every step uses the same parameters, which DDP then learns once."""
+    """Whether every step uses the same parameters, so that DDP needs to find them only once."""
     find_unused_parameters: bool = False
-    """Whether a step may leave parameters out of its loss; DDP looks for them in every step."""
+    """Whether the loss of a step may not use some parameters; DDP then searches for them in every step."""
     bucket_cap_mb: int | None = None
-    """Size of DDP's gradient buckets; None for torch's own."""
+    """Size of DDP's gradient buckets; None for torch's default."""
 
 
 class ParallelMode(Method):
@@ -152,11 +152,11 @@ class AutoDdp(Method):
 @dataclass(frozen=True, kw_only=True)
 class MixedParallelConfig:
     parallel_mode: Any = None
-    """What `parallel_mode` takes; its axes say which of the others are used."""
+    """The value for `parallel_mode`; its axes decide which of the others are used."""
     tensor_config: Any = None
-    """What `tensor_parallel` takes."""
+    """The value for `tensor_parallel`."""
     pipe_config: Any = None
-    """What `pipeline_parallel` takes."""
+    """The value for `pipeline_parallel`."""
 
 
 _PARTS = {"parallel_mode": "parallel_mode", "tensor_config": "tensor_parallel", "pipe_config": "pipeline_parallel"}

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
     schedule: str = "auto"
-    """`1F1B`, `Interleaved1F1B`, `GPipe`; "auto": interleaved where a rank has several stages, else 1F1B."""
+    """`1F1B`, `Interleaved1F1B`, `GPipe`; "auto": interleaved if a rank has several stages, else 1F1B."""
     microbatches: int | None = None
     """Equal parts of a rank's batch that follow each other through the stages; None: two for each rank of the axis."""
     split: Any = "auto"
     """Modules before which stages begin, by dotted name; "auto": where the work is balanced."""
     stages: int | None = None
-    """Stages over all ranks, a multiple of the axis; None: as `split` says, else one on each rank, or two if interleaved."""
+    """Stages over all ranks, a multiple of the axis; None: as many as `split` implies, else one on each rank, or two if interleaved."""
 
 
 class PipelineParallel(Method):

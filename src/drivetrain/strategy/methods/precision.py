@@ -30,9 +30,9 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 @dataclass(frozen=True, kw_only=True)
 class AmpConfig:
     dtype: str = "auto"
-    """`bfloat16`, `float16`, or `auto`: bfloat16 where the device has it, else float16."""
+    """`bfloat16`, `float16`, or `auto`: bfloat16 if the device supports it, else float16."""
     skip_if_nonfinite: bool = False
-    """Whether an update with a gradient that is not finite is left out; float16 always does."""
+    """Whether to skip an update with a non-finite gradient; float16 always does."""
 
 
 class SixteenBits(Method):
@@ -177,14 +177,14 @@ class Tf32(Method):
 @dataclass(frozen=True, kw_only=True)
 class Fp8Config:
     include: tuple[str, ...] = ()
-    """Layers whose dotted name contains one of these words are taken too: small ones, and the output head."""
+    """Layers whose dotted name contains one of these words are converted too, even small ones and the output head."""
     exclude: tuple[str, ...] = ("head",)
-    """Layers whose dotted name contains one of these words stay as they are."""
+    """Layers whose dotted name contains one of these words are not converted."""
     recipe: str = "tensorwise"
     format: str = "HYBRID"
     """`HYBRID`: gradients in e5m2, the rest in e4m3; `E4M3`: all in e4m3."""
     min_features: int = 2048
-    """Smaller layers are slower in 8 bits and stay."""
+    """Smaller layers are slower in 8 bits and are not converted."""
 
 
 class Fp8(Method):
@@ -251,7 +251,7 @@ class Fp8(Method):
 @dataclass(frozen=True, kw_only=True)
 class HalfConfig:
     dtype: str = "auto"
-    """`bfloat16`, `float16`, or `auto`: bfloat16 where the device has it, else float16."""
+    """`bfloat16`, `float16`, or `auto`: bfloat16 if the device supports it, else float16."""
     master_weights: bool = True
     """Whether the optimizer trains float32 copies."""
 

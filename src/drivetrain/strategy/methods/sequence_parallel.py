@@ -42,14 +42,14 @@ class SequenceParallelConfig:
     sp_size: int | None = None
     """The expected size of the sequence axis; None: not checked."""
     impl: str = "ulysses"
-    """`ulysses` trades positions for heads around attention; `ring` passes keys and values round, on CUDA only."""
+    """`ulysses` exchanges positions for heads around attention; `ring` rotates keys and values between ranks, on CUDA only."""
     seq_dim: int = 1
     """The dimension of the sequence in what the blocks take."""
     module: Any = None
-    """Classes or names of modules that manage themselves; None: those that have the method."""
+    """Classes or names of modules that split their sequence themselves; None: those that have the method."""
     set_sp_func_name: str = "set_sp"
     batch_sp_processing_fn: Any = None
-    """`(batch, sp_size, sp_rank)` -> this rank's equal part of the model's input, positions included; None leaves it whole."""
+    """`(batch, sp_size, sp_rank)` -> this rank's equal part of the model's input, positions included; None keeps the whole input."""
 
 
 class SequenceParallel(Method):

@@ -31,11 +31,11 @@ _KEPT = 10 / 34
 @dataclass(frozen=True, kw_only=True)
 class TensorParallelConfig:
     plan: Any = "auto"
-    """Layers and their styles, by dotted name or pattern; "auto": what `register_tp_plan` or the model says, or what a trial finds."""
+    """Layers and their styles, by dotted name or pattern; "auto": from `register_tp_plan`, from the model, or found by running a block."""
     sequence_parallel: bool = False
-    """Whether norms, dropouts and residual sums between split layers run on pieces of the sequence, along the same axis."""
+    """Whether norms, dropouts and residual sums between split layers run on parts of the sequence, along the same axis."""
     loss_parallel: bool | str = "auto"
-    """Whether the head's logits stay split until the loss; "auto": with a plan that was found, where there is a loss function."""
+    """Whether the head's logits stay split until the loss; "auto": if the plan was found automatically and there is a loss function."""
 
 
 class TensorParallel(Method):

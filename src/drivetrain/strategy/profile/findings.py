@@ -21,7 +21,7 @@ from drivetrain.strategy.profile.values import ARITHMETICS, Line, ModelProfile, 
 from drivetrain.strategy.task import TrainingTask
 
 ROUNDING = 512
-"""CUDA's allocator hands out multiples of this."""
+"""CUDA's allocator allocates multiples of this."""
 SIZES = (2, 4)
 """Samples in the two runs; never 1, which disappears in a squeeze and has no variance to normalise by."""
 

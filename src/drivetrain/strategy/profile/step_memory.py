@@ -108,7 +108,7 @@ class StepMemory(TorchDispatchMode):
         self._collectives: dict[str, dict[str, tuple[int, float]]] = {}
         self._fake_mode: FakeTensorMode | None = None
         self.operations: OperationList | None = None
-        """Where every operator is written down, if anybody asks for it."""
+        """Where every operator is recorded, if requested."""
 
     # Who is who.
 

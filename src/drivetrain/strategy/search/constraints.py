@@ -37,7 +37,7 @@ class SearchConstraints:
     """A plan whose methods and axes are kept, and whose settings are searched."""
     plan_only: bool = False
     spec: DeviceSpec | None = None
-    """The device to plan for, where it is not the one at hand."""
+    """The device to plan for, if it is not this machine's."""
     strict: bool = False
     allow_batch_rounding: bool = False
 
@@ -149,7 +149,7 @@ class PlanningProblem:
     profile: ModelProfile
     machine: MachineProfile
     device: torch.device
-    """The device at hand; for a machine that is not here, the CPU."""
+    """The device of this machine; when planning for another machine, the CPU."""
     world: int
     global_batch: int
     constraints: SearchConstraints

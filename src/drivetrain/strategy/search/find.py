@@ -53,7 +53,7 @@ _ENOUGH_SIMULATION = 10.0
 _NO_PROFILING_BELOW = 15.0
 """With less time than this the machine is not profiled: its cached figures or those of a data sheet serve."""
 _UNTIMED = 60.0
-"""How long a search may think that is not allowed to measure."""
+"""Seconds for a search that must not measure."""
 _PROFILE_SHARE = 0.25
 """Up to which share of a search's time its model is profiled; what is not known by then is predicted in closed form."""
 _SIMULATION_SHARE, _LEAST_SIMULATION = 0.3, 0.5
