@@ -67,7 +67,10 @@ def imported(code):
 
 def missing(code):
     """Return the optional packages that a block imports and that are not installed here."""
-    return sorted(name for name in (EXTRAS | PEERS) & imported(code) if importlib.util.find_spec(name) is None)
+    needed = imported(code)
+    if "timm" in needed:
+        needed.add("torchvision")  # timm imports it when it builds a model
+    return sorted(name for name in (EXTRAS | PEERS) & needed if importlib.util.find_spec(name) is None)
 
 
 def run_blocks(page, peers):
