@@ -1,5 +1,5 @@
 """The `drivetrain` command: one file per verb or small group of verbs, each with `configure(parser)` and `execute(arguments)`.
 
-`verbs` holds the list of them and turns what they raise into exit statuses; `targets` finds experiments, `places` finds runs, `output`
+`verbs` holds the list of them and turns what they raise into exit statuses; `targets` finds experiments, `runs` finds runs, `output`
 prints tables or JSON. Nothing here is loaded by `import drivetrain`, and no torch by `drivetrain --help`.
 """
