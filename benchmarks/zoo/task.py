@@ -1,10 +1,11 @@
 """A task of the zoo: a model, a few samples of data and, where the model has none, a loss."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset
 
 Sample = Mapping[str, Tensor] | tuple[Tensor, ...]
@@ -61,6 +62,16 @@ def mixes_samples(model: nn.Module) -> bool:
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
+def in_float64(task: Task) -> Task:
+    """Return the task in float64. Batch norm over a few small images amplifies the rounding of float32 beyond any tolerance."""
+    samples = [tree_map_only(Tensor, _doubled, sample) for sample in task.data.samples]
+    return replace(task, model=task.model.double(), data=Samples(samples))
+
+
+def _doubled(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
 def without_dropout(model: nn.Module) -> nn.Module:
     """Turn dropout off, so that two runs of the same step are the same."""
     for module in model.modules():
@@ -68,4 +79,6 @@ def without_dropout(model: nn.Module) -> nn.Module:
             module.p = 0.0
         elif type(module).__name__ == "DropPath":
             module.drop_prob = 0.0
+        elif isinstance(getattr(module, "drop_rate", None), float):  # timm's models pass it to F.dropout
+            module.drop_rate = 0.0
     return model

@@ -395,6 +395,32 @@ def test_a_sweep_of_the_earlier_default_is_resumed_in_its_own_direction(tmp_path
 
 
 @pytest.mark.parametrize(
+    ("direction", "values", "message"),
+    [
+        (["min", "max", "min"], {}, "one direction"),
+        ("upwards", {}, "'min' or 'max'"),
+        ("min", {"a": 1.0, "b": 2.0}, "trial 0 has another number of values"),
+    ],
+)
+def test_a_journal_whose_objectives_do_not_fit_is_rejected(direction, values, message, tmp_path):
+    entries = [
+        {
+            "event": "sweep",
+            "time": 1.0,
+            "schema": 1,
+            "experiment": "bowl",
+            "space": {"lr": [0.1]},
+            "direction": direction,
+        },
+        {"event": "asked", "time": 1.0, "index": 0, "params": {"lr": 0.1}},
+        {"event": "finished", "time": 2.0, "index": 0, "value": 1.0, "values": values},
+    ]
+    (tmp_path / "sweep.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    with pytest.raises(ExperimentError, match=message):
+        read_sweep(tmp_path)
+
+
+@pytest.mark.parametrize(
     "space",
     [
         {"lr": Choice(0.2, 0.3), "size": IntRange(1, 2)},

@@ -264,6 +264,16 @@ def read_sweep(folder: str | Path) -> SweepResult:
     """Read what a sweep has done so far, from its folder."""
     header, trials = read_journal(Path(folder))
     goal = Goal.from_data(header.get("objective"), header.get("direction"))
+    count = len(goal.directions)
+    if count != max(1, len(goal.names)) or not {*goal.directions} <= {"min", "max"}:
+        raise ExperimentError(
+            f"the journal in {folder} has the objectives {header.get('objective')!r} with the directions {header.get('direction')!r}. "
+            "Each objective needs one direction, 'min' or 'max': the file is damaged."
+        )
+    if unlike := [trial.index for trial in trials if trial.objectives and len(trial.objectives) != count]:
+        raise ExperimentError(
+            f"the journal in {folder} has {count} objectives, but trial {unlike[0]} has another number of values."
+        )
     return SweepResult(trials, goal=goal, folder=Path(folder))
 
 
