@@ -47,6 +47,7 @@ def entry_named(name: str) -> Entry:
 
 def on_two_ranks(entries: list[Entry]) -> Iterator[tuple[str, str, str]]:
     """Train on two ranks, plainly and with each method for ranks: the weights are those of one process."""
+    from benchmarks.zoo.__main__ import entry_named as named  # by its importable name: ranks have another __main__
     from tests.workers import World
 
     world = World(2)
@@ -56,7 +57,7 @@ def on_two_ranks(entries: list[Entry]) -> Iterator[tuple[str, str, str]]:
             if task.mixes_samples:
                 yield entry.name, name, "not comparable: samples of a batch depend on each other"
                 continue
-            run = partial(world, checks.on_rank, partial(entry_named, entry.name), plan)
+            run = partial(world, checks.on_rank, partial(named, entry.name), plan)
             yield entry.name, name, checks.judged(task, checks.hand_written(task), lambda run=run: run()[0], tolerance)
     world.close()
 
