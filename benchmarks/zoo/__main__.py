@@ -58,7 +58,11 @@ def on_two_ranks(entries: list[Entry]) -> Iterator[tuple[str, str, str]]:
                 yield entry.name, name, "not comparable: samples of a batch depend on each other"
                 continue
             run = partial(world, checks.on_rank, partial(named, entry.name), plan)
-            yield entry.name, name, checks.judged(task, checks.hand_written(task), lambda run=run: run()[0], tolerance)
+            yield (
+                entry.name,
+                name,
+                checks.judged(task, checks.hand_written(task), lambda run=run: checks.received(run()[0]), tolerance),
+            )
     world.close()
 
 
@@ -117,7 +121,7 @@ Results of {date}, torch {torch}, on {device}.
 - **automatic**: `strategy="auto"` finds a plan in a few seconds and trains with it.
 - **surgery**: algorithms that change the model do so, or say why they have no effect.
 
-A number counts the checks that passed, `r` those that were rejected, `n` surgery without a target in the model, and `–` those that
+A number counts the checks that passed, `r` those that were rejected, `warned` those that differ with a warning, `n` surgery without a target in the model, and `–` those that
 cannot be compared: batch norms make the samples of a batch depend on each other. {wrong}
 
 """
@@ -205,7 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
     keep(results)
     if given.table:
         versions = environment()
-        about = {"date": versions["date"], "torch": versions["torch"], "device": checks.DEVICE.upper()}
+        about = {"date": str(versions["date"])[:10], "torch": versions["torch"], "device": checks.DEVICE.upper()}
         given.table.write_text(table(results, about))
     bad = sum(o.startswith(("wrong", "error")) for row in results.values() for o in row.values())
     print(f"{len(results)} models, {sum(map(len, results.values()))} checks, {bad} wrong or in error")

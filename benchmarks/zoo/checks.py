@@ -258,9 +258,24 @@ def check_surgery(entry: Entry, name: str) -> str:
 # ---------------------------------------------------------------------- on two ranks
 
 
-def on_rank(build: Callable[[], Entry], plan: list[object] | None) -> dict[str, Tensor] | str:
-    """Train on this rank, as one of several; return the whole weights, or how the run was rejected or failed."""
+Answer = tuple[dict[str, Tensor] | str, list[str]]
+"""The whole weights, or how a run was rejected or failed; and what it warned of."""
+
+
+def on_rank(build: Callable[[], Entry], plan: list[object] | None) -> Answer:
+    """Train on this rank, as one of several."""
     task = build().build()
     settings = {} if plan is None else {"strategy": plan}
     found: dict[str, Tensor] = {}
-    return outcome_of(lambda: found.update(weights(trained(task, **settings)))) or found
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outcome = outcome_of(lambda: found.update(weights(trained(task, **settings))))
+    return outcome or found, [str(warning.message) for warning in caught]
+
+
+def received(answer: Answer) -> dict[str, Tensor] | str:
+    """Return what a rank found, and warn here of what it warned of there."""
+    found, messages = answer
+    for message in messages:
+        warnings.warn(message, stacklevel=2)
+    return found
