@@ -121,8 +121,9 @@ Results of {date}, torch {torch}, on {device}.
 - **automatic**: `strategy="auto"` finds a plan in a few seconds and trains with it.
 - **surgery**: algorithms that change the model do so, or say why they have no effect.
 
-A number counts the checks that passed, `r` those that were rejected, `warned` those that differ with a warning, `n` surgery without a target in the model, and `–` those that
-cannot be compared: batch norms make the samples of a batch depend on each other. {wrong}
+A number counts the checks that passed, `r` those that were rejected, `warned` those that differ with a
+warning, `n` surgery without a target in the model, and `–` those that cannot be compared:
+batch norms make the samples of a batch depend on each other. {wrong}
 
 """
 
