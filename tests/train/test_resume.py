@@ -102,7 +102,19 @@ def test_settings_that_the_checkpoint_replaces_are_named(schedule, tmp_path, cap
     edited.optimizer.param_groups[0].update(lr=0.5, weight_decay=0.25)
     run(edited, tmp_path, create_scheduler_fn=schedule, resume_from="auto")
     expected = "with lr=0.01, weight_decay=0.01 from the checkpoint, not with the given lr=0.5, weight_decay=0.25"
-    assert f"Parameter group 0 continues {expected}" in capsys.readouterr().out
+    assert f"Parameter group 0 continues {expected}. To change" in capsys.readouterr().out
+
+
+def test_groups_that_differ_alike_take_one_line(tmp_path, capsys):
+    def in_groups(lr):
+        trainer = build()
+        trainer.optimizer = torch.optim.SGD([{"params": [p]} for p in trainer.model.parameters()], lr=lr)
+        return trainer
+
+    run(in_groups(0.1), tmp_path, num_epochs=1, create_scheduler_fn=None)
+    run(in_groups(0.2), tmp_path, num_epochs=2, create_scheduler_fn=None, resume_from="auto")
+    said = capsys.readouterr().out
+    assert said.count("continues with") == 1 and "3 more groups differ, too." in said
 
 
 def test_resume_after_epoch_two_of_three_trains_one_more_epoch(unbroken, tmp_path):

@@ -117,14 +117,18 @@ class RunRecord:
         return self.state in (FINISHED, PRUNED)
 
     @property
-    def sweep_objectives(self) -> dict[str, str]:
-        """The objectives of the sweep that the run belongs to, with their directions."""
+    def sweep_objective(self) -> str | None:
+        """The objective of the sweep that the run belongs to, the first where it has several."""
+        return next(iter(self._sweep_directions), None)
+
+    @property
+    def _sweep_directions(self) -> dict[str, str]:
         return _sweep_directions(self.folder.parent) if self.manifest.get("trial") else {}
 
     @property
     def directions(self) -> dict[str, str]:
         """Metrics whose good direction, "min" or "max", the experiment declares, or the sweep that the run belongs to."""
-        declared = {**self.sweep_objectives, **(self.manifest.get("directions") or {})}
+        declared = {**self._sweep_directions, **(self.manifest.get("directions") or {})}
         return {name: good for name, good in declared.items() if good in ("min", "max")}
 
     @property

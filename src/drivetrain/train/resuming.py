@@ -256,14 +256,18 @@ def _settings_of(optimizers: Iterable[Optimizer]) -> list[dict[str, float]]:
 
 def _report_replaced(trainer: "Trainer", given: list[dict[str, float]]) -> None:
     """Report settings of the program that the checkpoint's replaced: they are a part of the optimizer's state."""
-    for index, (old, new) in enumerate(zip(given, _settings_of(trainer.state.optimizers))):
-        changed = [name for name in old if old[name] != new[name]]
-        if changed:
-            saved, own = (", ".join(f"{name}={values[name]:g}" for name in changed) for values in (new, old))
-            trainer.print(
-                f"Parameter group {index} continues with {saved} from the checkpoint, not with the given {own}. To change it, set it in "
-                "trainer.optimizer.param_groups from a callback, or start a new run from the weights."
-            )
+    loaded = _settings_of(trainer.state.optimizers)
+    replaced = [(index, old, new) for index, (old, new) in enumerate(zip(given, loaded)) if old != new]
+    if not replaced:
+        return
+    index, old, new = replaced[0]
+    names = [name for name in old if old[name] != new[name]]
+    saved, own = (", ".join(f"{name}={values[name]:g}" for name in names) for values in (new, old))
+    others = f" {len(replaced) - 1} more groups differ, too." if len(replaced) > 1 else ""
+    trainer.print(
+        f"Parameter group {index} continues with {saved} from the checkpoint, not with the given {own}.{others} To change it, set it in "
+        "trainer.optimizer.param_groups from a callback, or start a new run from the weights."
+    )
 
 
 def _shared_rng(rng: StateDict | None) -> StateDict | None:

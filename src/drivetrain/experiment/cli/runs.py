@@ -173,7 +173,7 @@ def read_lines(
     for record in records:
         tags, note = read_remarks(record.folder)
         lines.append(RunLine(record, summary_of(record.metrics_path), tuple(tags), note, directions, objective))
-    common = common_objective(line.record for line in lines)
+    common = common_objective(line.record.sweep_objective for line in lines)
     if objective is None and any(common in line.summary.tags or common in line.results for line in lines):
         lines = [replace(line, judged_by=common) for line in lines]
     return lines

@@ -22,6 +22,7 @@ from drivetrain.experiment.reports.gather import (
     PICTURE_TYPES,
     PictureFile,
     RunData,
+    common_objective,
     main_metric,
     telling_settings,
 )
@@ -89,7 +90,7 @@ def run_as_data(run: RunData, blobs: Blobs, limits: Limits) -> dict[str, Any]:
         notes.append(f"{left_out} older or very large pictures stay in the run folder only")
     plan = manifest.get("plan")
     return {
-        "objective": next(iter(record.sweep_objectives), None),
+        "objective": record.sweep_objective,
         "key": str(record.folder.resolve()),
         "id": short_id(record.folder),
         "name": record.folder.resolve().name,
@@ -150,10 +151,9 @@ def run_as_data(run: RunData, blobs: Blobs, limits: Limits) -> dict[str, Any]:
 def main_objective(runs: Iterable[Mapping[str, Any]]) -> str | None:
     """Return the metric, or else the returned number, by which runs are judged unless somebody chooses another."""
     runs = list(runs)
-    of_sweeps = {run["objective"] for run in runs}
-    for name in of_sweeps if len(of_sweeps) == 1 else ():
-        if any(name in run["metrics"] or name in run["results"] for run in runs):
-            return str(name)
+    common = common_objective(run["objective"] for run in runs)
+    if any(common in run["metrics"] or common in run["results"] for run in runs):
+        return common
     names = ([name for run in runs for name in run[kind]] for kind in ("metrics", "results"))
     return next((found for found in map(main_metric, names) if found is not None), None)
 

@@ -182,9 +182,9 @@ def main_metric(series: Iterable[str]) -> str | None:
     return min(series, key=rank, default=None)
 
 
-def common_objective(records: Iterable[RunRecord]) -> str | None:
-    """Return the first objective of the sweeps that runs belong to, None where not all belong to one, or they differ."""
-    names = {next(iter(record.sweep_objectives), None) for record in records}
+def common_objective(of_sweeps: Iterable[str | None]) -> str | None:
+    """Return the objective of the sweeps that runs belong to, None where not all belong to one, or they differ."""
+    names = set(of_sweeps)
     return names.pop() if len(names) == 1 else None
 
 

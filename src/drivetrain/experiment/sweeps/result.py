@@ -38,6 +38,11 @@ class Goal:
         return len(self.directions) == 1
 
     @property
+    def is_consistent(self) -> bool:
+        """Whether each objective has one direction that is known; a damaged journal may hold anything."""
+        return len(self.directions) == max(1, len(self.names)) and {*self.directions} <= {"min", "max"}
+
+    @property
     def as_data(self) -> dict[str, str | list[str] | None]:
         """What a journal holds: text for one objective, lists for several."""
         if self.is_single:
@@ -265,7 +270,7 @@ def read_sweep(folder: str | Path) -> SweepResult:
     header, trials = read_journal(Path(folder))
     goal = Goal.from_data(header.get("objective"), header.get("direction"))
     count = len(goal.directions)
-    if count != max(1, len(goal.names)) or not {*goal.directions} <= {"min", "max"}:
+    if not goal.is_consistent:
         raise ExperimentError(
             f"the journal in {folder} has the objectives {header.get('objective')!r} with the directions {header.get('direction')!r}. "
             "Each objective needs one direction, 'min' or 'max': the file is damaged."

@@ -258,8 +258,8 @@ def make_goal(experiment: "Experiment", objective: object, direction: object, re
             "shows the direction."
         )
     if not given and resume is not None:
-        earlier = Goal.from_data(names or None, read_journal(Path(resume))[0].get("direction")).directions
-        given = earlier if len(earlier) == expected and set(earlier) <= {"min", "max"} else ()
+        earlier = Goal.from_data(names or None, read_journal(Path(resume))[0].get("direction"))
+        given = earlier.directions if earlier.is_consistent else ()
     usual = tuple(direction_of(name, experiment.directions) or "min" for name in names) or ("min",)
     return Goal(names=names, directions=given or usual)
 
