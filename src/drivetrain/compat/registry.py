@@ -10,21 +10,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
-def open_doorway(public: str, home: str) -> None:
-    """Make `public` mean the module `home`, and `public.x` each submodule `home.x`: patching either reaches the code that runs.
-
-    Submodules are bound here too: imported through the public name they would otherwise be loaded a second time.
-    """
-    import pkgutil
-
-    module = importlib.import_module(home)
-    sys.modules[public] = module
-    for entry in pkgutil.iter_modules(getattr(module, "__path__", ())):
-        sys.modules[f"{public}.{entry.name}"] = importlib.import_module(f"{home}.{entry.name}")
-
-
 class DoorwayFinder:
-    """Opens a doorway for each path of a table that has no file of its own.
+    """Makes each path of a table mean the module that is its home, the same object: patching either reaches the code that runs.
 
     It derives from nothing: `importlib.abc` would double the time of `import drivetrain`.
     """
@@ -42,8 +29,13 @@ class DoorwayFinder:
         """Let Python make the module that `exec_module` replaces."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the home into the place of the new module, which Python then returns."""
-        open_doorway(module.__name__, self.homes[module.__name__])
+        """Replace the new module by its home, and bind the submodules, which would otherwise be loaded a second time."""
+        import pkgutil
+
+        public, home = module.__name__, self.homes[module.__name__]
+        sys.modules[public] = loaded = importlib.import_module(home)
+        for entry in pkgutil.iter_modules(getattr(loaded, "__path__", ())):
+            sys.modules[f"{public}.{entry.name}"] = importlib.import_module(f"{home}.{entry.name}")
 
 
 SLOTS = {
@@ -56,52 +48,36 @@ SLOTS = {
 EXPORTS = {
     "drivetrain.core": {
         "drivetrain.context.state": ["State"],
-        "drivetrain.compat.composer_types": [
-            "Batch",
-            "DataSpec",
-            "Evaluator",
-            "JSON",
-            "MemoryFormat",
-            "Precision",
-            "Serializable",
-            "TrainerMode",
-            "ensure_data_spec",
-            "ensure_evaluator",
-            "get_precision_context",
-        ],
+        "drivetrain.compat.composer_types": (
+            "Batch DataSpec Evaluator JSON MemoryFormat Precision Serializable TrainerMode ensure_data_spec ensure_evaluator "
+            "get_precision_context"
+        ).split(),
     },
     "drivetrain.experiment": {"drivetrain.compat.pystematic": ["torch"]},
     "drivetrain.optim": {
-        "drivetrain.compat.composer_schedulers": [
-            "ComposerScheduler",
-            "ConstantScheduler",
-            "ConstantWithWarmupScheduler",
-            "CosineAnnealingScheduler",
-            "CosineAnnealingWarmRestartsScheduler",
-            "CosineAnnealingWithWarmupScheduler",
-            "ExponentialScheduler",
-            "InverseSqrtScheduler",
-            "LinearScheduler",
-            "LinearWithWarmupScheduler",
-            "MultiStepScheduler",
-            "MultiStepWithWarmupScheduler",
-            "OneCycleScheduler",
-            "PolynomialScheduler",
-            "PolynomialWithWarmupScheduler",
-            "StepScheduler",
-            "WSDScheduler",
-            "compile_composer_scheduler",
-        ],
+        "drivetrain.compat.composer_schedulers": (
+            "ComposerScheduler ConstantScheduler ConstantWithWarmupScheduler CosineAnnealingScheduler "
+            "CosineAnnealingWarmRestartsScheduler CosineAnnealingWithWarmupScheduler ExponentialScheduler InverseSqrtScheduler "
+            "LinearScheduler LinearWithWarmupScheduler MultiStepScheduler MultiStepWithWarmupScheduler OneCycleScheduler "
+            "PolynomialScheduler PolynomialWithWarmupScheduler StepScheduler WSDScheduler compile_composer_scheduler"
+        ).split(),
     },
 }
 
 _SCHEDULE_FILES = (
-    *("noam", "exp", "constant", "linear", "cosine", "polynomial"),
-    *("step", "multistep", "wsd", "inverse_sqrt", "one_cycle", "function"),
+    "noam exp constant linear cosine polynomial step multistep wsd inverse_sqrt one_cycle function".split()
 )
 """SpeeChain has a file for each schedule, and `type: noam.NoamLr` of a configuration names one."""
 
 MODULES = {
+    "drivetrain.callbacks": "drivetrain.train.callbacks",
+    "drivetrain.finetuning": "drivetrain.train.finetuning",
+    "drivetrain.run_config": "drivetrain.train.settings",
+    "drivetrain.schedulers": "drivetrain.train.schedulers",
+    "drivetrain.surgery": "drivetrain.module.surgery",
+    "drivetrain.tracking": "drivetrain.train.tracking",
+    "drivetrain.trainer": "drivetrain.train.trainer",
+    "drivetrain.utils": "drivetrain.compat.pytorch_accelerated_utils",
     "drivetrain.algorithms.alibi.attention_surgery_functions": "drivetrain.algorithms.alibi.algorithm",
     "drivetrain.algorithms.alibi.gpt2_alibi": "drivetrain.compat.composer_types",
     "drivetrain.algorithms.warnings": "drivetrain.core.errors",

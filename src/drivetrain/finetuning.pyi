@@ -1,0 +1,2 @@
+# Written by `make stubs` from the lazy exports of this module.
+from drivetrain.train.finetuning import *
