@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch import nn
 
+from drivetrain.strategy import plan_check
 from drivetrain.strategy.dry_run import verify_plan
 from drivetrain.strategy.method import Method, Stage
 from drivetrain.strategy.registry import register_method
 from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.task import CallModel, TrainingTask
+from drivetrain.strategy.trial import measuring
 from drivetrain.strategy.trial.checking import Measured, plain_yardstick, share_of_plan, verdict
 from drivetrain.strategy.trial.per_parameter import PerParameter, compare, norm_of, sketch
-from drivetrain.strategy.trial.report import Yardstick
+from drivetrain.strategy.trial.report import Report, Yardstick
 from drivetrain.strategy.value import Strategy
 from tests.strategy.tasks import loss_func, make_data, make_model
 
@@ -129,19 +131,70 @@ def test_samples_are_split_as_the_plan_splits_them():
     assert all(rows.count(row) == 3 for row in range(32))
 
 
+def deep_model():
+    model = make_model(tied=False)
+    model.blocks.extend(copy.deepcopy(model.blocks[0]) for _ in range(4))
+    return model
+
+
 def test_a_model_on_the_meta_device_is_verified_by_a_smaller_one(breaks, monkeypatch):
     with torch.device("meta"):
-        model = make_model(tied=False)
-        model.blocks.extend(copy.deepcopy(model.blocks[0]) for _ in range(4))
+        model = deep_model()
     outcome = verify_plan(Strategy(["checkpoint"]), make_task(model), device=CPU)
-    assert outcome.failure is None and "one with 2 blocks" in outcome.notes[0] and "compared" in outcome.notes[-1]
+    assert outcome.failure is None and "one with 2 blocks and random weights was compared" in outcome.notes[0]
+    assert "parameters compared" in outcome.notes[-1]
     assert len(model.blocks) == 6 and model.norm.weight.is_meta
     monkeypatch.setattr(Breaks, "how", "lost")
     outcome = verify_plan(Strategy(["breaks"]), make_task(model), device=CPU)
     assert "embedding.weight: the gradient is zero" in outcome.failure.message
     with torch.device("meta"):
-        large = nn.Linear(1 << 15, 1 << 15)
-    assert "1,073,774,592 elements" in verify_plan(Strategy([]), make_task(large), device=CPU).notes[0]
+        large = nn.Linear(1 << 20, 1 << 20)
+    assert "1,099,512,676,352 elements" in verify_plan(Strategy([]), make_task(large), device=CPU).notes[0]
+
+
+@pytest.fixture
+def small_device(monkeypatch):
+    """A device on which a plain model of more than two blocks runs out of memory."""
+
+    def fits(model, *args, **kwargs):
+        if len(model.blocks) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        return plain_yardstick(model, *args, **kwargs)
+
+    monkeypatch.setattr(plan_check, "plain_yardstick", fits)
+    monkeypatch.setattr(measuring, "plain_yardstick", fits)
+
+
+def test_a_plan_whose_plain_model_does_not_fit_is_verified_by_a_smaller_one(breaks, small_device, monkeypatch):
+    task = make_task(deep_model())
+    outcome = verify_plan(Strategy(["checkpoint"]), task, device=CPU)
+    assert outcome.failure is None, outcome
+    assert "does not fit, so a smaller one with 2 blocks and its own weights was compared" in outcome.notes[0]
+    monkeypatch.setattr(Breaks, "how", "lost")
+    outcome = verify_plan(Strategy(["breaks"]), task, device=CPU)
+    assert outcome.failure.kind == "wrong" and "embedding.weight: the gradient is zero" in outcome.failure.message
+
+
+@pytest.mark.parametrize("is_meta", [False, True])
+def test_a_trial_whose_plain_model_does_not_fit_or_has_no_weights_is_verified(
+    breaks, small_device, is_meta, monkeypatch
+):
+    task = make_task(deep_model().to("meta") if is_meta else deep_model())
+
+    def tried(plan):
+        report = Report()
+        order = measuring.Order(plan=Strategy(plan), steps=1)
+        measuring.measure(
+            order, task, CPU, lambda event, **values: report.take({"event": event, **values}), may_reset=False
+        )
+        return report
+
+    report = tried(["checkpoint"])
+    assert report.is_verified and len(report.seconds) == 1
+    assert any("2 blocks and " + ("random" if is_meta else "its own") in note for note in report.notes), report.notes
+    monkeypatch.setattr(Breaks, "how", "lost")
+    with pytest.raises(measuring.TrialFailed, match="embedding.weight: the gradient is zero"):
+        tried(["breaks"])
 
 
 def test_a_plan_in_16_bits_may_round_as_plain_autocast_does_but_loses_nothing():

@@ -2,8 +2,8 @@
 
 A copy takes one step on a few samples, first as the plain model and then with the plan. The loss, and the gradient and the update
 of each parameter, must agree as closely as the plan's methods promise. Then it takes one step in training mode. All ranks get the
-results of all ranks, and random states are restored. A model on the meta device is represented by a smaller one of the same
-classes.
+results of all ranks, and random states are restored. A model on the meta device, or one that does not fit without the plan, is
+represented by a smaller one of the same classes (`plan_check`).
 
 On one process this happens in the process itself, which is quick, and running out of device memory is caught. On several
 processes `verify_plan` starts separate processes, one for each rank, so that a rank that dies or hangs costs the plan and not the
@@ -11,8 +11,6 @@ job. Only a task that cannot be sent to another process is tried in the ranks th
 """
 
 import copy
-import gc
-import math
 import time
 import warnings
 from dataclasses import dataclass, replace
@@ -27,25 +25,16 @@ from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.strategy.batching import BatchSplit
-from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
+from drivetrain.strategy.plan_check import PlainDoesNotFit, compare_plan, compare_with_fewer_blocks, on_meta
 from drivetrain.strategy.snapshot import ProcessSettings
 from drivetrain.strategy.task import TrainingTask
-from drivetrain.strategy.trial.checking import (
-    plain_number,
-    plain_yardstick,
-    planned_step,
-    share_of_plan,
-    train_window,
-    verdict,
-)
+from drivetrain.strategy.trial.measuring import tidy
 from drivetrain.strategy.trial.process import reject_inside_trial
+from drivetrain.strategy.trial.report import OutcomeKind
 from drivetrain.strategy.value import Failure, Strategy
 
 VERIFY_SECONDS = 300.0
 """How long processes that try a given plan may take."""
-STAND_IN_ELEMENTS = 1 << 29
-"""How many elements a model that represents one on the meta device may have: 2 GiB in float32."""
-
 
 _FOLLOWED = (5, 7)
 """How many samples the two batches have on which a loss is followed."""
@@ -75,20 +64,12 @@ def verify_plan(
     `batch` is how the global batch is split; None lets the task's size and the plan decide. What the user wrote wrongly raises.
     """
     reject_inside_trial("verify_plan")
-    notes: tuple[str, ...] = ()
-    if task.model is not None and _on_meta(task.model):
-        model, text = stand_in(task.model, plan)
-        if model is None:
-            return DryRunOutcome(notes=(f"dry run: skipped, because {text}",))
-        task, notes = replace(task, model=model, model_fn=None), (f"dry run: {text}",)
     if batch is not None:
         plan = replace(plan, batch=batch)
     outcome = None
     if get_num_processes() > 1:
         outcome = _verify_in_children(plan, task, device, time_limit)
-    if outcome is None:
-        outcome = try_plan(plan, task, device=device)
-    return replace(outcome, notes=(*notes, *outcome.notes))
+    return try_plan(plan, task, device=device) if outcome is None else outcome
 
 
 def _verify_in_children(
@@ -101,7 +82,8 @@ def _verify_in_children(
         try:
             if pool.obstacle() is not None:
                 return None
-            result = pool.run(plan, steps=1, deadline=time.monotonic() + time_limit)
+            steps = 0 if task.model is not None and on_meta(task.model) else 1  # only a smaller model is tried
+            result = pool.run(plan, steps=steps, deadline=time.monotonic() + time_limit)
         except NoProcess as error:
             result = error.result
     if result.outcome == "ok":
@@ -121,15 +103,23 @@ def try_plan(plan: Strategy, task: TrainingTask, *, device: torch.device) -> Dry
 
 
 def _try_plan(plan: Strategy, task: TrainingTask, device: torch.device) -> DryRunOutcome:
-    resolved = resolve_plan(plan, model=task.model, device=device)
     random_state, settings = capture_rng(), ProcessSettings.capture()
+    kind: OutcomeKind | None = "ok"
+    message, trial = "", None
     try:
-        trial = task.build()
-    except Exception as error:  # a model may hold anything; one that cannot be copied cannot be tried
-        return DryRunOutcome(notes=(f"dry run: skipped, because the model cannot be copied ({error})",))
-    kind, message = "ok", ""
-    try:
-        kind, message = _run(trial, plan, resolved, task)
+        if task.model is not None and on_meta(task.model):
+            kind, message = compare_with_fewer_blocks(plan, task, task.model, device)
+        else:
+            try:
+                trial = task.build()
+            except Exception as error:  # a model may hold anything; one that cannot be copied cannot be tried
+                return DryRunOutcome(notes=(f"dry run: skipped, because the model cannot be copied ({error})",))
+            try:
+                kind, message = compare_plan(plan, task, trial, device)
+            except PlainDoesNotFit:
+                trial = trial.cpu()
+                tidy(device)
+                kind, message = compare_with_fewer_blocks(plan, task, trial, device)
     except ConfigError:
         raise
     except torch.OutOfMemoryError as error:
@@ -138,67 +128,13 @@ def _try_plan(plan: Strategy, task: TrainingTask, device: torch.device) -> DryRu
         kind, message = "error", f"{type(error).__name__}: {error}"
     finally:
         del trial
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        tidy(device)
         restore_rng(random_state)
         settings.restore()
     for rank, (other, text) in enumerate(all_gather_values((kind, message))):
-        if other != "ok":
+        if other not in ("ok", None):
             return DryRunOutcome(failure=Failure(kind=other, message=f"rank {rank}: {text}"))
-    return DryRunOutcome(notes=(f"dry run: {message}",))
-
-
-def _run(trial: nn.Module, plan: Strategy, resolved: ResolvedPlan, task: TrainingTask) -> tuple[str, str]:
-    device = resolved.site.device
-    batch = resolved.batch_of(plan, task.global_batch_size)
-    share = share_of_plan(resolved, batch)
-    expected = plain_yardstick(trial.to(device), task, device, share.samples)
-    mode = trial.training
-    ctx = task.shaped(trial, resolved, batch)
-    found = planned_step(ctx, task.batch(share.samples), share, task.call, quiet=expected.is_quiet)
-    kind, numbers = verdict(found, expected, resolved)
-    if kind != "ok":
-        return kind, numbers
-    ctx.model.train(mode)
-    rows = max(share.rows, min(batch.micro, 2))  # a batch norm cannot train on one value
-    last = plain_number(train_window(ctx, task.batch(rows), task.call))
-    if not math.isfinite(last):
-        return "nonfinite", f"the first training step has the loss {last}"
-    return "ok", numbers
-
-
-def stand_in(model: nn.Module, plan: Strategy) -> tuple[nn.Module | None, str]:
-    """Return a small model of the same classes with random weights for a model on the meta device, and a description of it."""
-    from drivetrain.module.tensor_trials import made_up_state
-    from drivetrain.strategy.profile.few_blocks import cut_model, find_cuttable
-
-    small = copy.deepcopy(model)
-    families = find_cuttable(small)
-    pipe = dict(plan.mesh or ()).get("pipe", 1)
-    counts = tuple(min(len(family.names), max(2, 2 * pipe)) for family in families)
-    cut_model(small, families, counts)
-    elements = sum(tensor.numel() for tensor in (*small.parameters(), *small.buffers()))
-    if elements > STAND_IN_ELEMENTS:
-        return None, f"the model is on the meta device, and {sum(counts)} of its blocks have {elements:,} elements"
-    random_state = capture_rng()
-    torch.manual_seed(0)
-    try:
-        state = made_up_state(small)
-    finally:
-        restore_rng(random_state)
-    small.to_empty(device="cpu")
-    with torch.no_grad():
-        for name, tensor in (*small.named_parameters(), *small.named_buffers()):
-            tensor.copy_(state[name])
-    return (
-        small,
-        f"the model is on the meta device, so a smaller one with {sum(counts)} blocks and random weights was tried",
-    )
-
-
-def _on_meta(model: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    return DryRunOutcome(notes=(f"dry run: {message if kind else f'skipped, because {message}'}",))
 
 
 # What the loss is a mean over.
@@ -210,7 +146,7 @@ def follow_task(task: TrainingTask) -> TrainingTask:
     if model is None or task.loss_func is None or task.samples is None or task.is_counted:
         return task
     is_large = sum(parameter.numel() for parameter in model.parameters()) > _LARGE
-    ways = [_on_fake_tensors] if _on_meta(model) else [_on_fake_tensors, _on_model] if is_large else [_on_copy]
+    ways = [_on_fake_tensors] if on_meta(model) else [_on_fake_tensors, _on_model] if is_large else [_on_copy]
     random_state = capture_rng()
     try:
         for way in ways:

@@ -22,6 +22,7 @@ from drivetrain.runtime.collectives import agree_any, distributed_barrier
 from drivetrain.strategy.apply import Application
 from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.method import Method
+from drivetrain.strategy.plan_check import compare_with_fewer_blocks, on_meta
 from drivetrain.strategy.registry import find_method
 from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.task import TrainingTask
@@ -104,20 +105,21 @@ class _TimedTrial:
         model = task.build()
         resolved = resolve_plan(order.plan, model=model, device=self.device)
         batch = resolved.batch_of(order.plan, task.global_batch_size)
-        verify = order.verify and not _on_meta(model)
-        if order.verify and not verify:
-            self.tell("note", text="not compared: the model is on the meta device and has no weights yet")
         share = share_of_plan(resolved, batch)
         expected = self._known(share.samples)
+        verify = order.verify and not on_meta(model)
         if verify and expected is None and order.plain_fits:
             self.tell("phase", name="plain")
             expected, model = self._plain(model, share.samples)
+        is_verified = order.verify and expected is None and self._compare_with_fewer_blocks(model)
+        if not order.steps and on_meta(model):
+            return
         self.tell("phase", name="shape")
         ctx = task.shaped(model, resolved, batch)
         del model
         self.tell("phase", name="compile" if self.is_compiled else "check")
         if verify:
-            self._check(ctx, expected, share, batch)
+            self._check(ctx, expected, share, batch, is_verified)
         self._train(ctx, task.batch(batch.micro))
 
     # Right.
@@ -143,7 +145,6 @@ class _TimedTrial:
         if agree_any(not fits):
             del model
             self._tidy()
-            self.tell("note", text="the plain model does not fit, so this plan was not compared with it")
             return None, task.build()
         if home != self.device:
             model.to(home)  # a plan is applied where the caller has the model: sharding then never holds it whole
@@ -151,7 +152,26 @@ class _TimedTrial:
         assert found is not None
         return found, model
 
-    def _check(self, ctx: Application, expected: Yardstick | None, share: Share, batch: BatchSplit) -> None:
+    def _compare_with_fewer_blocks(self, model: nn.Module) -> bool:
+        """Compare the plan on a smaller model, because the plain one does not fit or has no weights; return whether that was possible."""
+        self.tell("phase", name="compile" if self.is_compiled else "check")
+        kind, text = compare_with_fewer_blocks(self.order.plan, self.task, model, self.device)
+        if self.is_compiled and self.may_reset:
+            torch._dynamo.reset()  # as in `_check`
+        self._tidy()
+        if kind is None:
+            self.tell("note", text=f"this plan was not compared with the plain model: {text}")
+            return False
+        if kind != "ok":
+            raise TrialFailed(kind, text)
+        self.tell("note", text=text)
+        self.tell("verified")
+        return True
+
+    def _check(
+        self, ctx: Application, expected: Yardstick | None, share: Share, batch: BatchSplit, is_verified: bool
+    ) -> None:
+        """Run a step of the plan and compare it. Where nothing is expected, others are compared with it; `is_verified`: it was compared."""
         is_steady = self.is_compiled and expected is not None and bool(expected.is_steady)
         as_trained = is_steady and batch.micro % share.rows == 0 and ctx.stepping.pipeline is None
         repeats = batch.micro // share.rows if as_trained else 1
@@ -172,7 +192,12 @@ class _TimedTrial:
             )
             numbers = (found.loss, found.norm)
             self.tell(
-                "checked", loss=found.loss, norm=found.norm, is_verified=False, aim=numbers, yardstick=as_values(own)
+                "checked",
+                loss=found.loss,
+                norm=found.norm,
+                is_verified=is_verified,
+                aim=numbers,
+                yardstick=as_values(own),
             )
             if not (math.isfinite(found.loss) and math.isfinite(found.norm)):
                 raise TrialFailed("nonfinite", f"loss {found.loss:.6g}, gradient norm {found.norm:.4g}")
@@ -264,7 +289,3 @@ def tidy(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _on_meta(model: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])

@@ -116,6 +116,8 @@ class Report:
                 self.startup = now - self.began
         elif event == "note":
             self.notes.append(line["text"])
+        elif event == "verified":
+            self.is_verified = True
         elif event == "checked":
             self.loss, self.norm = line["loss"], line["norm"]
             self.is_verified, self.aim, self.yardstick = line["is_verified"], line["aim"], line["yardstick"]
