@@ -17,7 +17,7 @@ from torch import nn
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.runtime.collectives import all_gather_values
-from drivetrain.runtime.seeds import capture_rng, same_rng
+from drivetrain.runtime.seeds import capture_rng, same_state
 from drivetrain.strategy.dry_run import verify_plan
 from drivetrain.strategy.registry import _methods, register_method
 from drivetrain.strategy.resolve import resolve_plan
@@ -83,7 +83,7 @@ def test_one_process_tries_several_plans_and_the_caller_stays_as_it_was():
     assert "plain" in dict(first.phases) and "plain" not in dict(second.phases)  # it is run once for all plans
     assert all(torch.equal(before[key], value) for key, value in task.model.state_dict().items())
     assert not any(parameter.is_shared() for parameter in task.model.parameters())
-    assert same_rng(random, capture_rng())
+    assert same_state(random, capture_rng())
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
@@ -168,7 +168,7 @@ def test_a_model_without_gradients_in_evaluation_mode_is_compared_in_training_mo
     assert found.is_quiet and not found.is_random and found.split_error < 1e-5
     assert model.training and not model.layers[1].training and model.recurrent.dropout == 0.5
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-    assert same_rng(random, capture_rng())
+    assert same_state(random, capture_rng())
     register_method(Liar())
     try:
         lied = verify_plan(Strategy(["liar"]), task, device=CPU)
@@ -198,7 +198,7 @@ def test_what_cannot_be_sent_is_tried_in_a_forked_process(hurts):
             assert result.outcome == "ok" and result.is_verified and result.steps == 2 and not result.is_in_process
             assert any("forked process" in note and "Local" in note for note in result.notes), result.notes
     assert all(torch.equal(before[key], value) for key, value in task.model.state_dict().items())
-    assert same_rng(random, capture_rng())
+    assert same_state(random, capture_rng())
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_where_no_process_can_be_forked_a_copy_is_tried_in_the_callers_only_when
     assert result.outcome == "ok" and result.is_in_process and result.is_verified and result.steps == 2
     assert any("own process" in note and "Local" in note for note in result.notes)
     assert all(torch.equal(before[key], value) for key, value in task.model.state_dict().items())
-    assert same_rng(random, capture_rng())
+    assert same_state(random, capture_rng())
     assert settings == (torch.get_num_threads(), torch.backends.cuda.matmul.fp32_precision)
     for one in refused:
         assert one.outcome == "error" and "not tried" in one.message and "model_fn" in one.message
@@ -392,7 +392,7 @@ def test_on_one_process_a_given_plan_is_verified_on_the_spot():
     assert verify_plan(Strategy(["checkpoint"]), task, device=CPU).notes[0].startswith("dry run: loss")
     assert verify_plan(Strategy([]), make_task(trial_tasks.runs_out), device=CPU).failure.kind == "oom"
     assert all(torch.equal(before[key], value) for key, value in task.model.state_dict().items())
-    assert same_rng(random, capture_rng())
+    assert same_state(random, capture_rng())
 
 
 @pytest.mark.slow

@@ -14,24 +14,15 @@ import logging
 import time
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
+from drivetrain.checkpoint import layout
 from drivetrain.checkpoint.exchange import RankExchange, background_exchange, control_exchange
 from drivetrain.checkpoint.folder import WRITER_LOCK, check_folder, device_of, hold_folder
-from drivetrain.checkpoint.layout import (
-    BEST,
-    LAST,
-    PREFIX,
-    Best,
-    Manifest,
-    check_verify,
-    checkpoint_folders,
-    checkpoint_name,
-    read_pointer,
-    to_remove,
-)
+from drivetrain.checkpoint.layout import Best, Manifest
 from drivetrain.checkpoint.progress import Progress, Restored, Schedule
 from drivetrain.checkpoint.reader import CheckpointPath, CheckpointReader, Loaded, find_checkpoint_path
 from drivetrain.checkpoint.snapshot import merges_of, reading_from, take_snapshot
@@ -45,6 +36,7 @@ from drivetrain.checkpoint.writer import (
     remove_folder,
     write_checkpoint,
 )
+from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import CheckpointError, ConfigError, NonFiniteStateError, StateError, unknown_name
 from drivetrain.core.locking import FolderLock
 from drivetrain.core.time import Time, TimeLike, TimeUnit, ensure_time
@@ -52,14 +44,13 @@ from drivetrain.module.finite import nonfinite_state
 from drivetrain.runtime.codec import unpack
 from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.runtime.run import current_run
-from drivetrain.runtime.seeds import restore_rng
 from drivetrain.runtime.signals import StopSignals, exit_status, is_stop, requeue_under_slurm
 
 logger = logging.getLogger(__name__)
 
 FAILURES_ALLOWED = 2
 """Number of consecutive failed saves that only warn; the next one is an error."""
-NEWEST = ("auto", "latest", "newest", LAST)
+NEWEST = ("auto", "latest", "newest", layout.LAST)
 
 
 class Listed(NamedTuple):
@@ -116,16 +107,14 @@ class Checkpointer:
                     f"Checkpointer: a {type(ctx).__name__} has no {method}(). Give a Context; for a plain dict use "
                     "save_checkpoint(state, id)."
                 )
-        if keep is not None and (type(keep) is not int or keep < 1):
-            raise ConfigError(
-                f"keep: {keep!r} is not valid. Expected a whole number of at least 1, or None to keep all."
-            )
+        if keep is not None:
+            check_count("keep", keep, hint=", or None to keep all")
         if async_save not in (True, False, "auto"):
             raise ConfigError(unknown_name("mode", async_save, ["auto", "True", "False"], where="async_save"))
         self.ctx = ctx
         self.directory = checkpoint_directory(dir)
         self.keep, self.best = keep, None if best is None else Best(best, mode)
-        self.async_save, self.verify = async_save, check_verify(verify)
+        self.async_save, self.verify = async_save, layout.check_verify(verify)
         self.progress = Progress(ctx)
         self.keep_every = self._time(keep_every, "keep_every")
         self._schedule = Schedule(self._time(every, "every"), self.progress)
@@ -150,9 +139,7 @@ class Checkpointer:
         """
         self.progress.num_calls += 1
         self._prepare_to_save()
-        if (
-            get_num_processes() == 1
-        ):  # ranks do not learn of it at the same step: their next save raises it on all of them
+        if get_num_processes() == 1:  # several ranks would not learn of it at the same step: their next save raises it
             self._surface_background_error()
         number = self._signal()
         due = self._schedule.is_due()
@@ -181,7 +168,7 @@ class Checkpointer:
         """
         self.wait()
         id = self.progress.checkpoint_id() if id is None else id
-        path = self.directory / checkpoint_name(id)
+        path = self.directory / layout.checkpoint_name(id)
         begun = time.perf_counter()
         exchange = control_exchange()
         try:
@@ -201,9 +188,7 @@ class Checkpointer:
             if self._in_background(snapshot) and not final:
                 self._begin(id, snapshot)
                 self.last_stall = time.perf_counter() - begun
-                logger.info(
-                    "%s: training was blocked for %.3f s; a thread writes the files", path.name, self.last_stall
-                )
+                logger.info("%s: training was blocked for %.3f s; a thread writes it", path.name, self.last_stall)
                 return path
             self._write(id, snapshot, exchange)
         except WriteFailedError as error:
@@ -232,24 +217,19 @@ class Checkpointer:
         self._prepare_to_save()
         exchange = control_exchange()
         exchange.meet(f"restoring from {which}")
-        if which == "auto" and not any(exchange.gather(bool(checkpoint_folders(self.directory)))):
+        if which == "auto" and not any(exchange.gather(bool(layout.checkpoint_folders(self.directory)))):
             return None
-        reader = CheckpointReader(
-            verify=self.verify,
-            exchange=exchange,
-            live=self.ctx.state_dict,
-            merges=merges_of(self.ctx),
-            resume=True,
-        )
 
         def find() -> CheckpointPath:
             return find_checkpoint_path(self._resolve(which))
 
         place = exchange.first(find)
         if place.kind == "file":
-            report = self._load(read_file(place.path), exchange)
-            return Restored(path=place.path, report=report)
-        loaded = reader.read_at(find)
+            return Restored(path=place.path, report=self._load(read_file(place.path), exchange))
+        merges, live = merges_of(self.ctx), self.ctx.state_dict
+        loaded = CheckpointReader(verify=self.verify, exchange=exchange, live=live, merges=merges, resume=True).read_at(
+            find
+        )
         with reading_from(self.ctx, loaded.path.parent):
             report = self._load(state_of(loaded), exchange)
         return self._continue(loaded, report)
@@ -291,10 +271,7 @@ class Checkpointer:
                 self._background.close()
                 self._background = None
         finally:
-            self._lock.release()
-            if self._signals is not None:
-                self._signals.release()
-                self._signals = None
+            self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -307,6 +284,9 @@ class Checkpointer:
             return
         # The error in flight matters more than that of a save, and other ranks may not come to agree on anything.
         self._job.wait()
+        self._release()
+
+    def _release(self) -> None:
         self._lock.release()
         if self._signals is not None:
             self._signals.release()
@@ -345,12 +325,9 @@ class Checkpointer:
         if self.best is not None and self.best.metric not in found:
             for item in getattr(self.ctx, "__dict__", {}).values():  # a Recorder knows the last value of each tag
                 if callable(getattr(item, "last", None)) and callable(getattr(item, "scalar", None)):
-                    try:
-                        value = item.last(self.best.metric)
-                    except (KeyError, ValueError):
-                        continue
-                    if value is not None:
-                        found[self.best.metric] = value
+                    with suppress(KeyError, ValueError):
+                        if (value := item.last(self.best.metric)) is not None:
+                            found[self.best.metric] = value
         return found
 
     def _in_background(self, snapshot: Snapshot) -> bool:
@@ -367,7 +344,7 @@ class Checkpointer:
             arrived()
             self._write(id, snapshot, exchange)
 
-        self._job.start(job, checkpoint_name(id))
+        self._job.start(job, layout.checkpoint_name(id))
 
     def _write(self, id: object, snapshot: Snapshot, exchange: RankExchange) -> None:
         """Write one checkpoint and let old ones go; in the main thread, or in the background."""
@@ -380,22 +357,19 @@ class Checkpointer:
             logger.info("%s: written in %.2f s", path, time.perf_counter() - begun)
 
     def _let_old_ones_go(self) -> None:
-        pointed = {self._pointed(pointer) for pointer in (LAST, BEST)}
+        pointed = set()
+        for pointer in (layout.LAST, layout.BEST):
+            try:
+                pointed.add(layout.read_pointer(self.directory, pointer))
+            except CheckpointError as error:  # one that cannot be read protects nothing
+                logger.warning("%s", error)
         known = known_checkpoints(self.directory)
-        for folder in to_remove(known, keep=self.keep, best=self.best, keep_every=self.keep_every):
+        for folder in layout.to_remove(known, keep=self.keep, best=self.best, keep_every=self.keep_every):
             if folder not in pointed:
                 try:
                     remove_folder(folder)
                 except OSError as error:
                     logger.warning("the old checkpoint %s cannot be removed: %s", folder, error)
-
-    def _pointed(self, pointer: str) -> Path | None:
-        """Return what a pointer names; one that cannot be read protects nothing and is warned about."""
-        try:
-            return read_pointer(self.directory, pointer)
-        except CheckpointError as error:
-            logger.warning("%s", error)
-            return None
 
     def _surface_background_error(self) -> None:
         if self._job.is_busy:
@@ -417,9 +391,9 @@ class Checkpointer:
     def _resolve(self, which: str | Path) -> Path:
         if which in NEWEST:
             return self.directory
-        if which == BEST:
+        if which == layout.BEST:
             return best_folder(self.directory)
-        by_id = self.directory / f"{PREFIX}{which}"
+        by_id = self.directory / f"{layout.PREFIX}{which}"
         return by_id if isinstance(which, str) and by_id.is_dir() else Path(which)
 
     def _load(self, state: Any, exchange: RankExchange) -> Any:
@@ -429,12 +403,9 @@ class Checkpointer:
             report = self.ctx.load_state_dict(state, strict=True)
         except StateError as error:
             problem = error
-        said = exchange.gather(None if problem is None else str(problem))
-        if problem is not None:
-            raise problem
-        for rank, text in enumerate(said):
+        for rank, text in enumerate(exchange.gather(None if problem is None else str(problem))):
             if text is not None:
-                raise CheckpointError(f"rank {rank} could not load the state, so all ranks stop: {text}")
+                raise problem or CheckpointError(f"rank {rank} could not load the state, so all ranks stop: {text}")
         return report
 
     def _continue(self, loaded: Loaded, report: object) -> Restored:
@@ -446,18 +417,17 @@ class Checkpointer:
             run.started = time.monotonic()
             version, words, gauss = saved["random_gen"]
             run.random_gen.setstate((version, tuple(words), gauss))
-        rng = None if loaded.rank is None else loaded.rank.rng
-        if rng is not None:
-            restore_rng(rng)
         logger.info("continued from %s (sequence %d)", loaded.path, loaded.manifest.sequence)
-        return Restored(
+        restored = Restored(
             path=loaded.path,
             manifest=loaded.manifest,
             rejected=tuple(loaded.rejected),
             parameters={name: _unpacked(value) for name, value in saved.get("parameters", {}).items()},
-            rng=rng,
+            rng=None if loaded.rank is None else loaded.rank.rng,
             report=report,
         )
+        restored.apply_rng()
+        return restored
 
 
 def _unpacked(value: object) -> object:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 DEADLINE = timedelta(minutes=10)
 
+Failure = Callable[[str], CheckpointError]
+"""Makes the error of a failed attempt from its explanation."""
+
 
 class RankExchange:
     """Rounds of messages between the ranks that save or restore together. On a single rank a round returns its own message."""
@@ -49,12 +52,12 @@ class RankExchange:
             return [value]
         return gather_objects(value, self.group)
 
-    def first(self, ask: Callable[[], object]) -> Any:
-        """Return rank 0's result on every rank, or raise its error on every rank: its view of the files counts."""
+    def first(self, ask: Callable[[], object], failure: Failure | None = None) -> Any:
+        """Return rank 0's result on every rank, or raise its error (made into a `failure`) on every rank."""
         outcome = self.attempt(lambda: ask() if self.rank == 0 else None)
-        if outcome.problems:
-            raise outcome.own or CheckpointError(outcome.explain())
-        return outcome.results[0]
+        if outcome.own is not None and failure is None:
+            raise outcome.own
+        return outcome.checked(failure or CheckpointError)[0]
 
     def attempt(self, action: Callable[[], object]) -> "AttemptResults":
         """Run `action` on every rank and report the results to all of them.
@@ -91,6 +94,12 @@ class AttemptResults(NamedTuple):
     results: list[Any]
     problems: dict[int, str]
     own: Exception | None
+
+    def checked(self, failure: Failure) -> list[Any]:
+        """Return the results, or raise the `failure` that explains why there are none."""
+        if self.problems:
+            raise failure(self.explain()) from self.own
+        return self.results
 
     def explain(self) -> str:
         """Return what went wrong, with ranks if there are several."""

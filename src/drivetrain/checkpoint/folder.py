@@ -28,8 +28,6 @@ def prepare_folder(directory: Path, *, fresh: bool) -> FolderLock:
     exchange, lock = control_exchange(), FolderLock(directory, WRITER_LOCK)
 
     def test() -> tuple[str, list[str]]:
-        if exchange.rank:
-            return "", []
         directory.mkdir(parents=True, exist_ok=True)
         probe = directory / f"{TEMPORARY}probe"
         replace_text(probe, "")
@@ -38,15 +36,12 @@ def prepare_folder(directory: Path, *, fresh: bool) -> FolderLock:
             return str(lock.holder), []
         return "", [folder.name for folder in checkpoint_folders(directory)] if fresh else []
 
+    def failed(why: str) -> WriteFailedError:
+        text = f"checkpoint_dir={str(directory)!r} cannot be written: {why}. Choose another folder, or make this one writable."
+        return WriteFailedError(text, is_permanent=True)
+
     try:
-        outcome = exchange.attempt(test)
-        if outcome.problems:
-            raise WriteFailedError(
-                f"checkpoint_dir={str(directory)!r} cannot be written: {outcome.explain()}. Choose another folder, or make this one "
-                "writable.",
-                is_permanent=True,
-            ) from outcome.own
-        owner, found = outcome.results[0]
+        owner, found = exchange.first(test, failed)
         _check_owner(directory, owner)
         if found:
             raise CheckpointsExistError(
@@ -62,8 +57,7 @@ def prepare_folder(directory: Path, *, fresh: bool) -> FolderLock:
 
 def hold_folder(directory: Path, lock: FolderLock, exchange: RankExchange) -> None:
     """Lock a folder before a run saves in it, or raise on every rank if another process holds it. Called on every rank."""
-    outcome = exchange.attempt(lambda: "" if exchange.rank else _owner_after_taking(directory, lock))
-    _check_owner(directory, outcome.results[0])
+    _check_owner(directory, exchange.first(lambda: _owner_after_taking(directory, lock)))
 
 
 def _owner_after_taking(directory: Path, lock: FolderLock) -> str:
@@ -99,32 +93,23 @@ def check_folder(directory: Path, device: int | None, name: str, exchange: RankE
     """Raise if a folder is gone, read-only or in use before `name` is saved in it. `device` is the disk it was on."""
 
     def test() -> tuple[bool, str]:
-        if exchange.rank:
-            return False, ""
-        is_new = make_again()
+        is_new = device is not None and not directory.is_dir()  # without a device the first save makes the folder
+        if is_new:
+            directory.mkdir(parents=True)
+            if device_of(directory) != device:
+                directory.rmdir()
+                raise FileNotFoundError(f"{directory} disappeared, together with its disk")
+        elif device is not None and not os.access(directory, os.W_OK | os.X_OK):
+            raise PermissionError(f"{directory} is read-only now")
         return is_new, _owner_after_taking(directory, lock)
 
-    def make_again() -> bool:
-        if device is None:
-            return False  # the first save makes the folder
-        if directory.is_dir():
-            if not os.access(directory, os.W_OK | os.X_OK):
-                raise PermissionError(f"{directory} is read-only now")
-            return False
-        directory.mkdir(parents=True)
-        if device_of(directory) != device:
-            directory.rmdir()
-            raise FileNotFoundError(f"{directory} disappeared, together with its disk")
-        return True
+    def failed(why: str) -> WriteFailedError:
+        way_out = (
+            "Make the folder available and continue with resume_from='auto', or train into another checkpoint_dir."
+        )
+        return WriteFailedError(f"{name} was not saved: {why}. {way_out}", is_permanent=True)
 
-    outcome = exchange.attempt(test)
-    if outcome.problems:
-        raise WriteFailedError(
-            f"{name} was not saved: {outcome.explain()}. Make the folder available and continue with resume_from='auto', or train into "
-            "another checkpoint_dir.",
-            is_permanent=True,
-        ) from outcome.own
-    is_new, owner = outcome.results[0]
+    is_new, owner = exchange.first(test, failed)
     _check_owner(directory, owner)
     if is_new:
         warnings.warn(

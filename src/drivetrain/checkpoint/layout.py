@@ -20,11 +20,12 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, Self, get_args
+from typing import Literal, Self, get_args
 
-from drivetrain.core.errors import CheckpointError, ConfigError, unknown_name
+from drivetrain.core.arguments import check_choice
+from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.files import is_regular, open_to_read, read_limited
 from drivetrain.core.time import Time
 from drivetrain.core.types import StateDict
@@ -82,14 +83,7 @@ def own_file(name: str, rank: int) -> str:
 def file_inside(folder: Path, relative: str) -> Path:
     """Return a file named in a manifest. A name that could lead out of the folder is an error."""
     pure = PurePosixPath(relative)
-    if (
-        not relative
-        or pure.is_absolute()
-        or ".." in pure.parts
-        or "\\" in relative
-        or "\0" in relative
-        or ":" in relative
-    ):
+    if not relative or pure.is_absolute() or ".." in pure.parts or not set("\\\0:").isdisjoint(relative):
         raise CheckpointError(
             f"{folder / MANIFEST} names the file {relative!r}, which is outside the checkpoint. Nothing was read."
         )
@@ -180,57 +174,49 @@ class Manifest:
     @classmethod
     def _checked(cls, content: StateDict) -> Self:
         """The hash only shows that the text is whole; a forged manifest has a good one, so every field is looked at."""
-        names = {item.name for item in fields(cls)}
-        unknown = set(content) - names - {"format", "version"}
-        if unknown or not names <= set(content):
-            raise CheckpointError(f"{MANIFEST} has wrong fields: {sorted(unknown | (names - set(content)))}")
+        given = {key: value for key, value in content.items() if key not in ("format", "version")}
+        if wrong := set(given) ^ set(_FIELD_TYPES):
+            raise CheckpointError(f"{MANIFEST} has wrong fields: {sorted(wrong)}")
+        for key, kind in _FIELD_TYPES.items():
+            if type(given[key]) is not kind and not (key == "seed" and given[key] is None):
+                raise CheckpointError(f"{MANIFEST}: {key} is a {type(given[key]).__name__}, expected {kind.__name__}")
+        for key, least in {"sequence": 0, "world_size": 1}.items():
+            if given[key] < least:
+                raise CheckpointError(f"{MANIFEST}: {key} is {given[key]}, below {least}")
         try:
-            checkpoint_name(_typed(content, "id", str))
-            for key, least in {"sequence": 0, "world_size": 1}.items():
-                if _typed(content, key, int) < least:
-                    raise CheckpointError(f"{MANIFEST}: {key} is {content[key]}, below {least}")
-            return cls(
-                id=content["id"],
-                sequence=content["sequence"],
-                run=_typed(content, "run", str),
-                created=_typed(content, "created", str),
-                progress=_finite(_numbers(content, "progress")),
-                world_size=content["world_size"],
-                seed=None if content["seed"] is None else _typed(content, "seed", int),
-                metrics=_numbers(content, "metrics"),
-                versions={str(name): str(value) for name, value in _typed(content, "versions", dict).items()},
-                files=tuple(_file_entry(entry) for entry in _typed(content, "files", list)),
-            )
+            checkpoint_name(given["id"])
         except ConfigError as error:
             raise CheckpointError(f"{MANIFEST}: {error}") from None
+        given["progress"], given["metrics"] = _numbers(given, "progress"), _numbers(given, "metrics")
+        for unit, value in given["progress"].items():
+            if not math.isfinite(value):
+                raise CheckpointError(f"{MANIFEST}: progress.{unit} is {value}, expected a finite number")
+        given["versions"] = {name: str(value) for name, value in given["versions"].items()}
+        given["files"] = tuple(map(_file_entry, given["files"]))
+        return cls(**given)
+
+
+_FIELD_TYPES: dict[str, type] = {
+    **dict.fromkeys(("id", "run", "created"), str),
+    **dict.fromkeys(("sequence", "world_size", "seed"), int),
+    **dict.fromkeys(("progress", "metrics", "versions"), dict),
+    "files": list,
+}
 
 
 def _content_hash(content: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
-def _typed(content: Mapping[str, object], key: str, kind: type) -> Any:
-    if type(content[key]) is not kind:
-        raise CheckpointError(f"{MANIFEST}: {key} is a {type(content[key]).__name__}, expected {kind.__name__}")
-    return content[key]
-
-
-def _numbers(content: Mapping[str, object], key: str) -> dict[str, float]:
+def _numbers(content: StateDict, key: str) -> dict[str, float]:
     values: dict[str, float] = {}
-    for name, value in _typed(content, key, dict).items():
+    for name, value in content[key].items():
         if value in ("nan", "inf", "-inf"):
             value = float(value)
         if type(value) not in (int, float):
             raise CheckpointError(f"{MANIFEST}: {key}.{name} is {value!r}, expected a number")
         values[name] = value
     return values
-
-
-def _finite(progress: dict[str, float]) -> dict[str, float]:
-    for unit, value in progress.items():
-        if not math.isfinite(value):
-            raise CheckpointError(f"{MANIFEST}: progress.{unit} is {value}, expected a finite number")
-    return progress
 
 
 def _file_entry(entry: object) -> FileEntry:
@@ -257,6 +243,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{MANIFEST} cannot be read ({error})") from None
 
 
+def _names_checkpoint(name: str) -> bool:
+    return name.startswith(PREFIX) and _PLAIN_NAME.fullmatch(name) is not None
+
+
 def read_pointer(directory: Path, pointer: str) -> Path | None:
     """Return the folder that `last` or `best` names, or None if there is no such pointer."""
     try:
@@ -268,7 +258,7 @@ def read_pointer(directory: Path, pointer: str) -> Path | None:
         raise CheckpointError(
             f"the pointer {directory / pointer} cannot be read ({error}). Delete it, or name a folder."
         ) from None
-    if not name.startswith(PREFIX) or not _PLAIN_NAME.fullmatch(name):
+    if not _names_checkpoint(name):
         raise CheckpointError(
             f"the pointer {directory / pointer} holds {name!r}, which is not the name of a checkpoint. Delete it."
         )
@@ -284,18 +274,13 @@ def checkpoint_folders(directory: Path) -> list[Path]:
     found: list[Path] = []
     for _ in range(20):
         try:
-            entries = list(directory.iterdir())
+            entries = [(entry, entry.name.removeprefix(ASIDE)) for entry in directory.iterdir()]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        found = sorted(entry for entry in entries if _names_checkpoint(entry.name) and entry.is_dir())
+        found = sorted(entry for entry, name in entries if _names_checkpoint(name) and entry.is_dir())
         if found or not (directory / LAST).exists():
             break
     return found
-
-
-def _names_checkpoint(name: str) -> bool:
-    plain = name.removeprefix(ASIDE)
-    return plain.startswith(PREFIX) and _PLAIN_NAME.fullmatch(plain) is not None
 
 
 Verify = Literal["full", "size", "off"]
@@ -303,9 +288,7 @@ Verify = Literal["full", "size", "off"]
 
 def check_verify(verify: str) -> Verify:
     """Return a verification mode, or raise an error that lists the valid ones."""
-    if verify not in get_args(Verify):
-        raise ConfigError(unknown_name("mode", verify, get_args(Verify), where="verify"))
-    return verify  # type: ignore[return-value]
+    return check_choice("verify", verify, get_args(Verify))  # type: ignore[return-value]
 
 
 def problem_with(folder: Path, verify: Verify = "full") -> str | None:
@@ -328,8 +311,7 @@ def verify_files(folder: Path, manifest: Manifest, verify: Verify, *, share: int
     if verify == "off":
         return
     for entry in manifest.files:
-        path = listed[entry.path]
-        if (size := path.stat().st_size) != entry.size:
+        if (size := listed[entry.path].stat().st_size) != entry.size:
             raise CheckpointError(f"{entry.path} has {size} bytes instead of {entry.size}")
     shards = folder / SHARDS
     unlisted = {f"{SHARDS}/{path.name}" for path in shards.iterdir()} - set(listed) if shards.is_dir() else set()
@@ -338,17 +320,12 @@ def verify_files(folder: Path, manifest: Manifest, verify: Verify, *, share: int
     if verify == "full":
         for entry in manifest.files[share::of]:
             try:
-                digest = hash_file(listed[entry.path])
+                with open_to_read(listed[entry.path]) as stream:
+                    digest = hashlib.file_digest(stream, "sha256").hexdigest()
             except OSError as error:
                 raise CheckpointError(f"{entry.path} cannot be read ({error})") from None
             if digest != entry.sha256:
                 raise CheckpointError(f"{entry.path} does not match its SHA-256")
-
-
-def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with open_to_read(path) as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 # ---------------------------------------------------------------------- which checkpoints stay
@@ -364,8 +341,7 @@ class Best:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        if self.mode not in ("min", "max"):
-            raise ConfigError(unknown_name("mode", self.mode, ["min", "max"], where="mode"))
+        check_choice("mode", self.mode, ("min", "max"))
 
 
 def best_checkpoint(checkpoints: Mapping[Path, Manifest], best: Best) -> Path | None:

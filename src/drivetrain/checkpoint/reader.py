@@ -21,28 +21,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from drivetrain.checkpoint import layout
 from drivetrain.checkpoint.exchange import AttemptResults, RankExchange
-from drivetrain.checkpoint.layout import (
-    ASIDE,
-    BEST,
-    CHECKPOINTS,
-    FORMAT,
-    LAST,
-    MANIFEST,
-    PREFIX,
-    SHARDS,
-    STATE,
-    TENSORS,
-    CheckpointNotFoundError,
-    Manifest,
-    Verify,
-    checkpoint_folders,
-    own_file,
-    rank_file,
-    read_manifest,
-    read_pointer,
-    verify_files,
-)
+from drivetrain.checkpoint.layout import CheckpointNotFoundError, Manifest, Verify
 from drivetrain.checkpoint.snapshot import Merge, RankState, read_rank, state_for_rank
 from drivetrain.checkpoint.tree import STATE_LIMIT, parse_structure, tensor_names, unflatten
 from drivetrain.core.errors import CheckpointError, ResumeError
@@ -95,18 +76,15 @@ class CheckpointReader:
     """Whether each rank continues with its own values, or with new ones if the number of ranks has changed."""
 
     def read_at(self, find: Callable[[], "CheckpointPath"]) -> Loaded:
-        """Read what `find` returns on rank 0, and again if it returns something else afterwards: a pointer may change during the
-        read.
-        """
+        """Read what `find` returns on rank 0, and again if it returns something else afterwards, because a pointer may change."""
         begun = time.monotonic()
         while True:
             place = self.exchange.first(find)
             try:
                 return self.read_newest(place.path) if place.kind == "directory" else self.read(place.path)
             except CheckpointError:
-                if self.exchange.first(find) == place or self.exchange.first(
-                    lambda: time.monotonic() - begun > PATIENCE
-                ):
+                is_late = self.exchange.first(lambda: time.monotonic() - begun > PATIENCE)
+                if is_late or self.exchange.first(find) == place:
                     raise
 
     def read(self, folder: Path) -> Loaded:
@@ -150,11 +128,7 @@ class CheckpointReader:
 
     def _is_replaced(self, folder: Path, sequence: int | None, begun: float) -> bool:
         """Return whether a checkpoint that could not be read is another one by now, or gone, and is worth another look."""
-
-        def ask() -> bool:
-            return _sequence(folder) != sequence and time.monotonic() - begun < PATIENCE
-
-        return self.exchange.first(ask)
+        return self.exchange.first(lambda: _sequence(folder) != sequence and time.monotonic() - begun < PATIENCE)
 
     def _try(self, folder: Path) -> Loaded | AttemptResults:
         """Return the content of a checkpoint, or what went wrong, so that no rank may use it."""
@@ -162,12 +136,12 @@ class CheckpointReader:
         folder = self.exchange.first(lambda: _present(folder))
 
         def verify() -> None:
-            verify_files(folder, read_manifest(folder), self.verify, share=rank, of=size)
+            layout.verify_files(folder, layout.read_manifest(folder), self.verify, share=rank, of=size)
 
         def read() -> int:
             loaded.append(self._read(folder))
             manifest = loaded[0].manifest
-            if read_manifest(folder) != manifest:
+            if layout.read_manifest(folder) != manifest:
                 raise CheckpointError("it was replaced while it was read")
             return manifest.sequence
 
@@ -181,19 +155,22 @@ class CheckpointReader:
         return loaded[0]
 
     def _read(self, folder: Path) -> Loaded:
-        manifest = read_manifest(folder)
+        manifest = layout.read_manifest(folder)
         listed = {entry.path for entry in manifest.files}
         own = self._own_rank(manifest, listed)
-        content = parse_structure(_read_bytes(folder / own_file(STATE, own)), own_file(STATE, own))
+        state_file, tensors_file = layout.own_file(layout.STATE, own), layout.own_file(layout.TENSORS, own)
+        try:
+            content = parse_structure(read_limited(folder / state_file, STATE_LIMIT), state_file)
+        except OSError as error:
+            raise CheckpointError(f"{state_file} cannot be read ({error})") from None
         if not isinstance(content, dict) or set(content) != {"kind", "state", "run"}:
-            raise CheckpointError(f"{STATE} is not the state of a {FORMAT}")
+            raise CheckpointError(f"{layout.STATE} is not the state of a {layout.FORMAT}")
         if content["kind"] not in ("context", "dict"):
-            raise CheckpointError(f"{STATE} holds a state of kind {content['kind']!r}")
-        file = own_file(TENSORS, own)
-        tensors = read_safetensors(folder / file, self.map_location) if file in listed else {}
+            raise CheckpointError(f"{layout.STATE} holds a state of kind {content['kind']!r}")
+        tensors = read_safetensors(folder / tensors_file, self.map_location) if tensors_file in listed else {}
         if sharded := tensor_names(content["state"]) - set(tensors):
             tensors |= self._read_sharded(folder, listed, sharded, content["state"])
-        rank = self._rank_state(folder, manifest) if rank_file(0) in listed else None
+        rank = self._rank_state(folder, manifest) if layout.rank_file(0) in listed else None
         return Loaded(
             path=folder,
             manifest=manifest,
@@ -205,7 +182,7 @@ class CheckpointReader:
 
     def _own_rank(self, manifest: Manifest, listed: set[str]) -> int:
         """Return whose state this rank reads: rank 0's, unless every rank has its own."""
-        if own_file(STATE, 1) not in listed:
+        if layout.own_file(layout.STATE, 1) not in listed:
             return 0
         rank, size = (self.exchange.rank, self.exchange.size) if self.resume else (get_rank(), get_num_processes())
         if size != manifest.world_size:
@@ -213,22 +190,22 @@ class CheckpointReader:
                 f"checkpoint {manifest.id} was saved by {manifest.world_size} ranks that hold different parts of the "
                 f"model, but there are {size} now. Load it with {manifest.world_size} processes."
             )
-        if own_file(STATE, rank) not in listed:
-            raise CheckpointError(f"{MANIFEST} does not list {own_file(STATE, rank)}")
+        if layout.own_file(layout.STATE, rank) not in listed:
+            raise CheckpointError(f"{layout.MANIFEST} does not list {layout.own_file(layout.STATE, rank)}")
         return rank
 
     def _read_sharded(self, folder: Path, listed: set[str], names: set[str], structure: object) -> dict[str, Tensor]:
-        if not any(path.startswith(f"{SHARDS}/") for path in listed):
-            raise CheckpointError(f"{TENSORS} lacks {', '.join(sorted(names)[:3])}")
+        if not any(path.startswith(f"{layout.SHARDS}/") for path in listed):
+            raise CheckpointError(f"{layout.TENSORS} lacks {', '.join(sorted(names)[:3])}")
         from drivetrain.checkpoint.sharded import find_layouts, read_parts
 
         layouts = {} if self.live is None else find_layouts(names, structure, self.live())
-        return read_parts(folder / SHARDS, sorted(names), layouts)
+        return read_parts(folder / layout.SHARDS, sorted(names), layouts)
 
     def _rank_state(self, folder: Path, manifest: Manifest) -> RankState:
-        wanted = {rank_file(rank) for rank in range(min(manifest.world_size, len(manifest.files) + 1))}
+        wanted = {layout.rank_file(rank) for rank in range(min(manifest.world_size, len(manifest.files) + 1))}
         if missing := wanted - {entry.path for entry in manifest.files}:
-            raise CheckpointError(f"{MANIFEST} does not list {min(missing)}")
+            raise CheckpointError(f"{layout.MANIFEST} does not list {min(missing)}")
         if self.resume:
             return state_for_rank(folder, manifest, self.exchange.rank, self.exchange.size, self.merges)
         return read_rank(folder, get_rank() % manifest.world_size)
@@ -238,9 +215,9 @@ def _newest_first(directory: Path) -> tuple[list[tuple[str, int]], list[tuple[st
     """Return the readable checkpoints with their numbers, newest first, and those without a usable manifest with the reason."""
     while True:
         order, broken, is_changed = [], [], False
-        for folder in checkpoint_folders(directory):
+        for folder in layout.checkpoint_folders(directory):
             try:
-                order.append((read_manifest(folder).sequence, not folder.name.startswith("."), folder.name))
+                order.append((layout.read_manifest(folder).sequence, not folder.name.startswith("."), folder.name))
             except CheckpointError as error:
                 is_changed = is_changed or not folder.is_dir()  # it was there a moment ago
                 broken.append((folder.name, str(error)))
@@ -250,14 +227,14 @@ def _newest_first(directory: Path) -> tuple[list[tuple[str, int]], list[tuple[st
 
 def _sequence(folder: Path) -> int | None:
     try:
-        return read_manifest(folder).sequence
+        return layout.read_manifest(folder).sequence
     except CheckpointError:
         return None
 
 
 def _present(folder: Path) -> Path:
     """Return a checkpoint, or the one that has stepped aside for it and whose replacement is not there yet."""
-    aside = folder.with_name(ASIDE + folder.name)
+    aside = folder.with_name(layout.ASIDE + folder.name)
     return aside if not folder.exists() and aside.is_dir() else folder
 
 
@@ -265,13 +242,6 @@ def _logged(rejected: list[Rejected]) -> list[Rejected]:
     for entry in rejected:
         logger.warning("checkpoint %s is skipped: %s", entry.path, entry.reason)
     return rejected
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return read_limited(path, STATE_LIMIT)
-    except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read ({error})") from None
 
 
 def read_safetensors(path: Path, map_location: object = "cpu") -> dict[str, Tensor]:
@@ -312,14 +282,15 @@ def find_checkpoint_path(path: Path) -> CheckpointPath:
         path = path.resolve()
     if path.suffix in (".pt", ".pth", ".bin", ".safetensors") and path.is_file():
         return CheckpointPath("file", path)
-    if path.name in (LAST, BEST) and not path.is_dir():
-        target = read_pointer(path.parent, path.name)
+    if path.name in (layout.LAST, layout.BEST) and not path.is_dir():
+        target = layout.read_pointer(path.parent, path.name)
         if target is not None:
             return CheckpointPath("checkpoint", target)
     if not path.is_dir() and not _present(path).is_dir():
         raise CheckpointNotFoundError(
             f"{path} does not exist. Expected a checkpoint folder, a run folder, or a .pt, .pth or .safetensors file."
         )
-    if path.name.startswith(PREFIX) or (not (path / CHECKPOINTS).is_dir() and (path / STATE).is_file()):
+    inner = path / layout.CHECKPOINTS
+    if path.name.startswith(layout.PREFIX) or (not inner.is_dir() and (path / layout.STATE).is_file()):
         return CheckpointPath("checkpoint", path)
-    return CheckpointPath("directory", path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
+    return CheckpointPath("directory", inner if inner.is_dir() else path)

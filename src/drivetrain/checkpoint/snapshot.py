@@ -28,8 +28,8 @@ from drivetrain.core.errors import CheckpointError, ConfigError, ResumeError, St
 from drivetrain.core.types import StateDict
 from drivetrain.runtime.codec import is_packed_generator, pack, unpack
 from drivetrain.runtime.coders import tag_of
-from drivetrain.runtime.run import current_run
-from drivetrain.runtime.seeds import capture_rng, derive_seed, restore_rng, set_seed
+from drivetrain.runtime.run import ExperimentRun, current_run
+from drivetrain.runtime.seeds import capture_rng, derive_seed, restore_rng, same_state, set_seed
 
 
 def take_snapshot(
@@ -55,12 +55,15 @@ def take_snapshot(
             raise
         raise CheckpointError(f"this state cannot be saved. {error}") from error
     flat = flatten(state, is_local=local_test(source) if is_context else None)
-    run = flatten(_run_state() if is_context else None)
-    if run.tensors:
+    run, seed = current_run(), getattr(source, "seed", None)
+    if type(seed) is not int:
+        seed = torch.initial_seed() if run is None else run.seed
+    flat_run = flatten(_run_state(run) if is_context and run is not None else None)
+    if flat_run.tensors:
         raise CheckpointError(
-            f"parameters of the run hold tensors ({', '.join(run.tensors)}). Keep them in the Context."
+            f"parameters of the run hold tensors ({', '.join(flat_run.tensors)}). Keep them in the Context."
         )
-    flat.structure = {"kind": "context" if is_context else "dict", "state": flat.structure, "run": run.structure}
+    flat.structure = {"kind": "context" if is_context else "dict", "state": flat.structure, "run": flat_run.structure}
     is_own = is_context and not _is_alike(flat, exchange)
     snapshot = Snapshot(
         state=flat.to_json(),
@@ -68,11 +71,11 @@ def take_snapshot(
         write_side_file=write_side_file,
         tensors=flat.tensors if exchange.rank == 0 or is_own else {},
         header={
-            "run": _run_name(),
-            "seed": _seed_of(source),
+            "run": "" if run is None else run.name or run.folder.name,
+            "seed": seed,
             "progress": dict(progress or {}),
             "metrics": checked_metrics(metrics),
-            "versions": versions(),
+            "versions": _versions(),
         },
     )
     if flat.sharded:
@@ -81,7 +84,8 @@ def take_snapshot(
         snapshot.is_sharded = True
         snapshot.shards, snapshot.shard_metadata = own_parts(_written_here(flat.sharded, exchange))
     if is_context:
-        snapshot.local_tensors, snapshot.local_metadata = rank_tensors(flat.local)
+        own = flatten({"rng": capture_rng(), "local": flat.local})
+        snapshot.local_tensors, snapshot.local_metadata = own.tensors, {_KEY: own.to_json().decode()}
     return snapshot
 
 
@@ -142,8 +146,7 @@ def checked_metrics(metrics: Mapping[str, object] | None) -> dict[str, float]:
     return numbers
 
 
-def versions() -> dict[str, str]:
-    """Return the versions to store."""
+def _versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -153,24 +156,8 @@ def versions() -> dict[str, str]:
     return {"drivetrain": own, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def _run_name() -> str:
-    run = current_run()
-    return "" if run is None else run.name or run.folder.name
-
-
-def _seed_of(source: object) -> int:
-    seed = getattr(source, "seed", None)
-    if type(seed) is int:
-        return seed
-    run = current_run()
-    return torch.initial_seed() if run is None else run.seed
-
-
-def _run_state() -> StateDict | None:
-    """The run around the Context: its parameters, its generator of new seeds, the time it took so far."""
-    run = current_run()
-    if run is None:
-        return None
+def _run_state(run: ExperimentRun) -> StateDict:
+    """Return the run around the Context: its parameters, its generator of new seeds, the time it took so far."""
     return {
         "parameters": {name: _packed_or_text(value) for name, value in run.shown(run.params).items()},
         "random_gen": run.random_gen.getstate(),
@@ -209,15 +196,13 @@ def referring(source: object, folder: Path | None, exchange: RankExchange) -> It
 
     def prepare() -> object:
         nonlocal write
-        if exchange.rank:
-            return None
         reference, write = item.prepare_side_file(folder)
         return reference
 
-    outcome = exchange.attempt(prepare)
-    if outcome.problems:
-        raise WriteFailedError(f"no checkpoint was saved in {folder}: {outcome.explain()}.") from outcome.own
-    with item.referring_to(outcome.results[0]):
+    def failed(why: str) -> WriteFailedError:
+        return WriteFailedError(f"no checkpoint was saved in {folder}: {why}.")
+
+    with item.referring_to(exchange.first(prepare, failed)):
         yield write
 
 
@@ -252,24 +237,13 @@ def local_test(source: object) -> IsLocal:
     """Return the test for values of `source` that belong to one rank only."""
     patterns = (*getattr(source, "rank_local", ()), *getattr(source, "_rank_local", ()))
 
-    def is_local(path: str, value: object) -> bool:
-        if is_packed_generator(value):
-            return True
-        return bool(patterns) and any(fnmatchcase(path, pattern) for pattern in patterns)
-
-    return is_local
+    return lambda path, value: is_packed_generator(value) or any(fnmatchcase(path, pattern) for pattern in patterns)
 
 
 def merges_of(source: object) -> dict[str, Merge]:
     """Return the functions of `source` that compute one rank's value from those of another number of ranks, by pattern."""
     patterns = getattr(source, "_rank_local", ())
     return dict(patterns) if isinstance(patterns, Mapping) else {}
-
-
-def rank_tensors(local: Mapping[str, object]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the content of this rank's file: tensors, and a header with their structure."""
-    flat = flatten({"rng": capture_rng(), "local": dict(local)})
-    return flat.tensors, {_KEY: flat.to_json().decode()}
 
 
 def read_rank(folder: Path, rank: int) -> RankState:
@@ -289,9 +263,7 @@ def read_rank(folder: Path, rank: int) -> RankState:
     return RankState(content["rng"], content["local"])
 
 
-def state_for_rank(
-    folder: Path, manifest: Manifest, rank: int, size: int, merges: Mapping[str, Merge] | None = None
-) -> RankState:
+def state_for_rank(folder: Path, manifest: Manifest, rank: int, size: int, merges: Mapping[str, Merge]) -> RankState:
     """Return the state that this rank continues with."""
     if size == manifest.world_size:
         return read_rank(folder, rank)
@@ -299,26 +271,24 @@ def state_for_rank(
     seed = manifest.seed or 0
     local = {}
     for name in saved[0].local:
-        values = [entry.local.get(name) for entry in saved]
-        merge = next((merge for pattern, merge in (merges or {}).items() if fnmatchcase(name, pattern)), None)
-        local[name] = (
-            merge(values, rank) if merge is not None else _for_other_world(name, values, seed, rank, manifest, size)
-        )
-    return RankState(_fresh_rng(derive_seed(seed, "resume", rank, manifest.sequence)), local)
-
-
-def _for_other_world(name: str, values: list[Any], seed: int, rank: int, manifest: Manifest, size: int) -> object:
-    first = values[0]
-    shared = len(values) > 1 and all(_equal(first, other) for other in values[1:])
-    if is_packed_generator(first):
-        return first if shared else _fresh_generator(first, derive_seed(seed, name, rank, manifest.sequence))
-    if shared:
-        return first
-    raise ResumeError(
-        f"{name} differs between ranks and was saved by {manifest.world_size}; there are {size} now, so it cannot be "
-        f"restored exactly. Resume with {manifest.world_size} processes, or from a checkpoint between two "
-        "updates."
-    )
+        values: list[Any] = [entry.local.get(name) for entry in saved]
+        if merge := next((merge for pattern, merge in merges.items() if fnmatchcase(name, pattern)), None):
+            local[name] = merge(values, rank)
+        elif len(values) > 1 and all(same_state(values[0], other) for other in values[1:]):
+            local[name] = values[0]
+        elif is_packed_generator(values[0]):
+            local[name] = _fresh_generator(values[0], derive_seed(seed, name, rank, manifest.sequence))
+        else:
+            raise ResumeError(
+                f"{name} differs between ranks and was saved by {manifest.world_size}; there are {size} now, so it cannot be "
+                f"restored exactly. Resume with {manifest.world_size} processes, or from a checkpoint between two updates."
+            )
+    before = capture_rng()
+    try:
+        set_seed(derive_seed(seed, "resume", rank, manifest.sequence))
+        return RankState(capture_rng(), local)
+    finally:
+        restore_rng(before)
 
 
 def _fresh_generator(packed: StateDict, seed: int) -> object:
@@ -336,25 +306,3 @@ def _fresh_generator(packed: StateDict, seed: int) -> object:
     if tag_of(packed) == "numpy_random_state":
         return pack(np.random.RandomState(seed % 2**32))
     return pack(np.random.Generator(type(unpack(packed).bit_generator)(seed)))
-
-
-def _fresh_rng(seed: int) -> dict[str, object]:
-    """Return the state the process's generators have after seeding, without changing them."""
-    before = capture_rng()
-    try:
-        set_seed(seed)
-        return capture_rng()
-    finally:
-        restore_rng(before)
-
-
-def _equal(left: object, right: object) -> bool:
-    if isinstance(left, Tensor):
-        return isinstance(right, Tensor) and left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, Mapping):
-        return (
-            isinstance(right, Mapping) and left.keys() == right.keys() and all(_equal(left[k], right[k]) for k in left)
-        )
-    if isinstance(left, list | tuple):
-        return type(left) is type(right) and len(left) == len(right) and all(map(_equal, left, right))
-    return type(left) is type(right) and bool(left == right)

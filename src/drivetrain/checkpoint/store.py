@@ -8,17 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from drivetrain.checkpoint import layout
 from drivetrain.checkpoint.exchange import RankExchange, control_exchange
-from drivetrain.checkpoint.layout import (
-    BEST,
-    CHECKPOINTS,
-    LAST,
-    Best,
-    CheckpointNotFoundError,
-    check_verify,
-    checkpoint_name,
-    read_pointer,
-)
+from drivetrain.checkpoint.layout import Best, CheckpointNotFoundError
 from drivetrain.checkpoint.reader import (
     CheckpointPath,
     CheckpointReader,
@@ -54,7 +46,7 @@ def save_checkpoint(
     'checkpoint-first'
     """
     directory = checkpoint_directory(path)
-    name = checkpoint_name(id)
+    name = layout.checkpoint_name(id)
     exchange = control_exchange()
     snapshot = take_snapshot(
         state_dict, exchange, folder=directory, metrics=None if metric is None else {"metric": metric}
@@ -84,13 +76,13 @@ def load_checkpoint(path: str | Path, *, map_location: object = "cpu", verify: s
     >>> load_checkpoint(folder)["epoch"]
     3
     """
-    mode = check_verify(verify)
-    if path in (LAST, BEST):
+    mode = layout.check_verify(verify)
+    if path in (layout.LAST, layout.BEST):
         directory = checkpoint_directory(None)
 
     def find() -> CheckpointPath:
-        if path in (LAST, BEST):
-            return find_checkpoint_path(directory if path == LAST else best_folder(directory))
+        if path in (layout.LAST, layout.BEST):
+            return find_checkpoint_path(directory if path == layout.LAST else best_folder(directory))
         return find_checkpoint_path(Path(path))
 
     place = find()
@@ -113,7 +105,7 @@ def read_file(path: Path, map_location: object = "cpu") -> Any:
 
 def best_folder(directory: Path) -> Path:
     """Return the checkpoint that `best` points to."""
-    folder = read_pointer(directory, BEST)
+    folder = layout.read_pointer(directory, layout.BEST)
     if folder is None:
         raise CheckpointNotFoundError(
             f"no best checkpoint in {directory}: none was saved with a metric. Use 'last', or "
@@ -132,4 +124,4 @@ def checkpoint_directory(path: str | Path | None) -> Path:
             "no run is active, so the checkpoint folder is unknown. Give one: path='runs/a/checkpoints' (dir= "
             "for a Checkpointer), or start the program as an experiment."
         )
-    return run.folder / CHECKPOINTS
+    return run.folder / layout.CHECKPOINTS

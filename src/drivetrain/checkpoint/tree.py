@@ -85,7 +85,7 @@ class FlatState:
 def flatten(state: object, *, is_local: IsLocal | None = None) -> FlatState:
     """Split a state into its parts. Values that `is_local` selects go to the file of this rank."""
     flattener = _Flattener(is_local)
-    flattener.flat.structure = flattener.encode(state)
+    flattener.flat.structure = JsonPacker(flattener.local if is_local else None, flattener.tensor).pack(state, "")
     return flattener.flat
 
 
@@ -106,7 +106,25 @@ def tensor_names(structure: object) -> set[str]:
 
 def unflatten(structure: object, tensors: Mapping[str, Tensor], local: Mapping[str, object] | None = None) -> Any:
     """Rebuild the state. `local` gives the values of this rank by name."""
-    return _Builder(tensors, local or {}).decode(structure)
+    views: dict[tuple[str, str], Tensor] = {}
+
+    def own(reference: StateDict) -> object:
+        if len(reference) != 1:
+            raise ValueError("unexpected entries next to $local")
+        return (local or {})[reference["$local"]]
+
+    def tensor(reference: StateDict) -> Tensor:
+        name, view = reference["$tensor"], reference.get("view")
+        if view is None:
+            return tensors[name]
+        if (name, view) not in views:
+            dtype, stored = _VIEW_NAMES[view], tensors[name]
+            if stored.dtype is not _VIEWED_DTYPES[dtype]:
+                raise ValueError(f"{name} is stored as {stored.dtype}")
+            views[name, view] = torch.view_as_complex(stored.contiguous()) if dtype.is_complex else stored.view(dtype)
+        return views[name, view]
+
+    return JsonUnpacker({"$tensor": tensor, "$local": own}).unpack(structure)
 
 
 def parse_structure(data: bytes, where: str) -> Any:
@@ -127,16 +145,13 @@ class _Flattener:
     """Gives every tensor and every value of one rank alone a name, and leaves a reference in its place."""
 
     def __init__(self, is_local: IsLocal | None):
-        self.flat = FlatState()
-        self._is_local = is_local
+        self.flat, self._is_local = FlatState(), is_local
         self._seen: dict[tuple[object, ...], dict[str, str]] = {}
         self._alive: list[Tensor] = []  # a freed tensor's address may be given out again during the walk
         self._names: set[str] = set()
 
-    def encode(self, state: object) -> object:
-        return JsonPacker(self._local if self._is_local is not None else None, self._tensor).pack(state, "")
-
-    def _local(self, value: object, path: str) -> object:
+    def local(self, value: object, path: str) -> object:
+        """Take a value of one rank alone out of the state."""
         assert self._is_local is not None
         if not self._is_local(path, value):
             return NotImplemented
@@ -144,7 +159,8 @@ class _Flattener:
         self.flat.local[name] = value
         return {"$local": name}
 
-    def _tensor(self, tensor: Tensor, path: str) -> dict[str, str]:
+    def tensor(self, tensor: Tensor, path: str) -> dict[str, str]:
+        """Take a tensor out of the state; one that was met before is stored once."""
         sharded = is_dtensor(tensor)
         _check_storable(tensor, path, sharded)
         plain = tensor.detach()
@@ -195,40 +211,5 @@ def _identity(tensor: Tensor) -> tuple[object, ...] | None:
     local = local_part(tensor)
     if local.numel() == 0:
         return None
-    return (
-        local.device,
-        local.data_ptr(),
-        local.dtype,
-        tuple(tensor.shape),
-        local.stride(),
-        local.is_conj(),
-        local.is_neg(),
-    )
-
-
-class _Builder:
-    """Finds tensors and values of one rank alone by their names."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], local: Mapping[str, object]):
-        self._tensors, self._local = tensors, local
-        self._views: dict[tuple[str, str], Tensor] = {}
-
-    def decode(self, structure: object) -> object:
-        return JsonUnpacker({"$tensor": self._tensor, "$local": self._own}).unpack(structure)
-
-    def _own(self, reference: StateDict) -> object:
-        if len(reference) != 1:
-            raise ValueError("unexpected entries next to $local")
-        return self._local[reference["$local"]]
-
-    def _tensor(self, reference: StateDict) -> Tensor:
-        name, view = reference["$tensor"], reference.get("view")
-        if view is None:
-            return self._tensors[name]
-        if (name, view) not in self._views:
-            dtype, stored = _VIEW_NAMES[view], self._tensors[name]
-            if stored.dtype is not _VIEWED_DTYPES[dtype]:
-                raise ValueError(f"{name} is stored as {stored.dtype}")
-            viewed = torch.view_as_complex(stored.contiguous()) if dtype.is_complex else stored.view(dtype)
-            self._views[name, view] = viewed
-        return self._views[name, view]
+    memory = (local.device, local.data_ptr(), local.dtype, local.stride())
+    return (*memory, tuple(tensor.shape), local.is_conj(), local.is_neg())

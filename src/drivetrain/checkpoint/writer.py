@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.exchange import AttemptResults, RankExchange
+from drivetrain.checkpoint import layout
+from drivetrain.checkpoint.exchange import Failure, RankExchange
 from drivetrain.checkpoint.files import (
     exchange_names,
     flush_folder,
@@ -30,26 +31,7 @@ from drivetrain.checkpoint.files import (
     write_bytes,
     write_tensors,
 )
-from drivetrain.checkpoint.layout import (
-    ASIDE,
-    BEST,
-    LAST,
-    MANIFEST,
-    PREFIX,
-    REMOVED,
-    SHARDS,
-    STATE,
-    TENSORS,
-    Best,
-    FileEntry,
-    Manifest,
-    best_checkpoint,
-    checkpoint_folders,
-    checkpoint_name,
-    own_file,
-    rank_file,
-    read_manifest,
-)
+from drivetrain.checkpoint.layout import Best, FileEntry, Manifest
 from drivetrain.core.errors import CheckpointError
 from drivetrain.core.files import TEMPORARY
 from drivetrain.core.types import StateDict
@@ -113,35 +95,45 @@ def write_checkpoint(
     A disk that fails raises `WriteFailedError` on all ranks and leaves nothing behind.
     """
     exchange = exchange or RankExchange()
-    name = checkpoint_name(id)
+    name = layout.checkpoint_name(id)
     exchange.meet(f"saving {name}")
-    with _locked_temporary(directory, name, exchange) as temporary:
-        _check_room(directory, name, snapshot, exchange)
-        outcome = exchange.attempt(lambda: _write_parts(temporary, snapshot, exchange.rank))
-        _fail_together(outcome, name, directory)
-        files = [entry for part in outcome.results for entry in part]
-        outcome = exchange.attempt(lambda: _commit(directory, name, temporary, files, snapshot, exchange, best))
-        _fail_together(outcome, name, directory)
+
+    def failed(why: str) -> WriteFailedError:
+        return WriteFailedError(f"{name} was not saved in {directory}: {why}. Earlier checkpoints are untouched.")
+
+    with _locked_temporary(directory, name, exchange, failed) as temporary:
+        sizes = exchange.attempt(lambda: (snapshot.num_bytes, shutil.disk_usage(directory).free)).checked(failed)
+        needed, free = sum(needed for needed, _ in sizes) + SPARE, sizes[0][1]
+        if needed > free:
+            raise WriteFailedError(
+                f"{name} was not saved: it needs {needed:,} bytes and {directory} has {free:,} free. Free some space, keep "
+                "fewer checkpoints (keep=), or save into another folder (dir=)."
+            )
+        parts = exchange.attempt(lambda: _write_parts(temporary, snapshot, exchange.rank)).checked(failed)
+        files = [entry for part in parts for entry in part]
+        exchange.first(lambda: _commit(directory, name, temporary, files, snapshot, exchange.size, best), failed)
     return directory / name
 
 
 @contextmanager
-def _locked_temporary(directory: Path, name: str, exchange: RankExchange) -> Iterator[Path]:
+def _locked_temporary(directory: Path, name: str, exchange: RankExchange, failed: Failure) -> Iterator[Path]:
     """Make a locked folder aside on rank 0 and name it to all ranks; whatever is left of it afterwards is removed."""
     lock = None
 
-    def make() -> str | None:
+    def make() -> str:
         nonlocal lock
-        if exchange.rank:
-            return None
         directory.mkdir(parents=True, exist_ok=True)
         sweep(directory)
-        path, lock = _make_locked(directory, name)
-        return path.name
+        while True:
+            path = directory / f"{TEMPORARY}{name}-{secrets.token_hex(4)}"
+            path.mkdir()
+            lock = lock_path(path)
+            if path.exists():  # a sweep elsewhere may have come between the two lines above
+                return path.name
+            if lock is not None:
+                os.close(lock)
 
-    outcome = exchange.attempt(make)
-    _fail_together(outcome, name, directory)
-    temporary = directory / outcome.results[0]
+    temporary = directory / exchange.first(make, failed)
     try:
         yield temporary
     finally:
@@ -151,27 +143,16 @@ def _locked_temporary(directory: Path, name: str, exchange: RankExchange) -> Ite
             os.close(lock)
 
 
-def _make_locked(directory: Path, name: str) -> tuple[Path, int | None]:
-    while True:
-        path = directory / f"{TEMPORARY}{name}-{secrets.token_hex(4)}"
-        path.mkdir()
-        lock = lock_path(path)
-        if path.exists():  # a sweep elsewhere may have come between the two lines above
-            return path, lock
-        if lock is not None:
-            os.close(lock)
-
-
 def sweep(directory: Path) -> None:
     """Remove temporary files of dead processes, and restore a checkpoint whose replacement was interrupted."""
-    for path in directory.glob(f"{ASIDE}{PREFIX}*"):
-        home = directory / path.name.removeprefix(ASIDE)
+    for path in directory.glob(f"{layout.ASIDE}{layout.PREFIX}*"):
+        home = directory / path.name.removeprefix(layout.ASIDE)
         if home.exists():
             remove_folder(path)
         else:
             os.replace(path, home)
             logger.warning("%s was moved aside by an interrupted save and has been restored.", home)
-    for path in directory.glob(f"{REMOVED}*"):
+    for path in directory.glob(f"{layout.REMOVED}*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in directory.glob(f"{TEMPORARY}*"):
         try:
@@ -189,23 +170,9 @@ def sweep(directory: Path) -> None:
 
 def remove_folder(path: Path) -> None:
     """Remove a checkpoint atomically for readers: it is renamed first."""
-    gone = path.with_name(f"{REMOVED}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
+    gone = path.with_name(f"{layout.REMOVED}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
     os.replace(path, gone)
     shutil.rmtree(gone, ignore_errors=True)
-
-
-def _check_room(directory: Path, name: str, snapshot: Snapshot, exchange: RankExchange) -> None:
-    def measure() -> tuple[int, int]:
-        return snapshot.num_bytes, shutil.disk_usage(directory).free
-
-    outcome = exchange.attempt(measure)
-    _fail_together(outcome, name, directory)
-    needed, free = sum(needed for needed, _ in outcome.results) + SPARE, outcome.results[0][1]
-    if needed > free:
-        raise WriteFailedError(
-            f"{name} was not saved: it needs {needed:,} bytes and {directory} has {free:,} free. Free some space, keep "
-            "fewer checkpoints (keep=), or save into another folder (dir=)."
-        )
 
 
 def _write_parts(temporary: Path, snapshot: Snapshot, rank: int) -> list[FileEntry]:
@@ -213,15 +180,15 @@ def _write_parts(temporary: Path, snapshot: Snapshot, rank: int) -> list[FileEnt
     if snapshot.write_side_file is not None:
         snapshot.write_side_file()
     if rank == 0 or snapshot.is_own:
-        files.append(write_bytes(temporary, own_file(STATE, rank), snapshot.state))
+        files.append(write_bytes(temporary, layout.own_file(layout.STATE, rank), snapshot.state))
         if snapshot.tensors:
-            files.append(write_tensors(temporary, own_file(TENSORS, rank), snapshot.tensors))
+            files.append(write_tensors(temporary, layout.own_file(layout.TENSORS, rank), snapshot.tensors))
     if snapshot.shards:
-        (temporary / SHARDS).mkdir(exist_ok=True)
-        name = f"{SHARDS}/rank-{rank:05d}.safetensors"
+        (temporary / layout.SHARDS).mkdir(exist_ok=True)
+        name = f"{layout.SHARDS}/rank-{rank:05d}.safetensors"
         files.append(write_tensors(temporary, name, snapshot.shards, snapshot.shard_metadata))
     if snapshot.local_metadata:
-        files.append(write_tensors(temporary, rank_file(rank), snapshot.local_tensors, snapshot.local_metadata))
+        files.append(write_tensors(temporary, layout.rank_file(rank), snapshot.local_tensors, snapshot.local_metadata))
     return files
 
 
@@ -231,29 +198,28 @@ def _commit(
     temporary: Path,
     files: list[FileEntry],
     snapshot: Snapshot,
-    exchange: RankExchange,
+    world_size: int,
     best: Best | None,
 ) -> None:
-    if exchange.rank:
-        return
+    """Write the manifest, rename the folder into its place and update the pointers; on rank 0."""
     manifest = Manifest(
-        id=name.removeprefix(PREFIX),
-        sequence=next_sequence(directory),
+        id=name.removeprefix(layout.PREFIX),
+        sequence=max((known.sequence for known in known_checkpoints(directory).values()), default=0) + 1,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        world_size=exchange.size,
+        world_size=world_size,
         files=tuple(sorted(files, key=lambda entry: entry.path)),
         **snapshot.header,
     )
-    if (temporary / SHARDS).is_dir():
-        flush_folder(temporary / SHARDS)
-    write_bytes(temporary, MANIFEST, manifest.to_json())
+    if (temporary / layout.SHARDS).is_dir():
+        flush_folder(temporary / layout.SHARDS)
+    write_bytes(temporary, layout.MANIFEST, manifest.to_json())
     flush_folder(temporary)
     _rename_in(temporary, directory / name)
     flush_folder(directory)
     try:
-        replace_text(directory / LAST, f"{name}\n")
-        if best is not None and (leader := best_checkpoint(known_checkpoints(directory), best)) is not None:
-            replace_text(directory / BEST, f"{leader.name}\n")
+        replace_text(directory / layout.LAST, f"{name}\n")
+        if best is not None and (leader := layout.best_checkpoint(known_checkpoints(directory), best)) is not None:
+            replace_text(directory / layout.BEST, f"{leader.name}\n")
     except OSError as error:  # the checkpoint is whole and will be found by its sequence
         logger.warning("%s is saved, but its pointer files could not be updated: %s", name, error)
 
@@ -265,7 +231,7 @@ def _rename_in(temporary: Path, target: Path) -> None:
         return
     if exchange_names(temporary, target):
         return  # the old one is removed with what is left of the temporary folder
-    aside = target.with_name(ASIDE + target.name)
+    aside = target.with_name(layout.ASIDE + target.name)
     os.replace(target, aside)
     try:
         os.replace(temporary, target)
@@ -278,24 +244,12 @@ def _rename_in(temporary: Path, target: Path) -> None:
 def known_checkpoints(directory: Path) -> Mapping[Path, Manifest]:
     """Return the checkpoints here that have a valid manifest, oldest first. Files are not checked."""
     known: dict[Path, Manifest] = {}
-    for folder in checkpoint_folders(directory):
+    for folder in layout.checkpoint_folders(directory):
         try:
-            known[folder] = read_manifest(folder)
+            known[folder] = layout.read_manifest(folder)
         except CheckpointError:
             continue
     return dict(sorted(known.items(), key=lambda item: item[1].sequence))
-
-
-def next_sequence(directory: Path) -> int:
-    """Return a number above those of all checkpoints here."""
-    return max((manifest.sequence for manifest in known_checkpoints(directory).values()), default=0) + 1
-
-
-def _fail_together(outcome: AttemptResults, name: str, directory: Path) -> None:
-    if outcome.problems:
-        raise WriteFailedError(
-            f"{name} was not saved in {directory}: {outcome.explain()}. Earlier checkpoints are untouched."
-        ) from outcome.own
 
 
 # ---------------------------------------------------------------------- saving during training

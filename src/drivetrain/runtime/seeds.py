@@ -119,11 +119,17 @@ def capture_rng() -> StateDict:
     return state
 
 
-def same_rng(one: Any, other: Any) -> bool:
-    """Return whether two results of `capture_rng` are equal, so that no number was drawn between them."""
+def same_state(one: Any, other: Any) -> bool:
+    """Return whether two states are equal. Of two results of `capture_rng`: whether no number was drawn between them."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, Mapping):
-        return set(one) == set(other) and all(same_rng(value, other[name]) for name, value in one.items())
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+        return one.keys() == other.keys() and all(same_state(value, other[name]) for name, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same_state, one, other))
+    return bool(one == other)
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from drivetrain.module.probing import buffers_kept
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import data_rank
-from drivetrain.runtime.seeds import capture_rng, restore_rng, same_rng, set_seed
+from drivetrain.runtime.seeds import capture_rng, restore_rng, same_state, set_seed
 from drivetrain.strategy.apply import Application
 from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.resolve import ResolvedPlan
@@ -187,7 +187,7 @@ def _yardstick(model: nn.Module, task: TrainingTask, device: torch.device, sampl
     set_seed(_SEED)
     untouched = capture_rng()
     loss = loss_of(batch)
-    draws = not same_rng(untouched, capture_rng())
+    draws = not same_state(untouched, capture_rng())
     loss.backward()
     value = plain_number(loss)
     each = plain_numbers(model, task.recipe())
@@ -261,7 +261,7 @@ def _is_steady(model: nn.Module, loss_of: Callable[[Any], Tensor], batch: Batch,
             other = plain_number(loss_of(batch))
     except Exception:  # a model that cannot do this is compared in evaluation mode
         return False
-    return abs(other - loss) <= 1e-5 * max(1.0, abs(loss)) and same_rng(random, capture_rng())
+    return abs(other - loss) <= 1e-5 * max(1.0, abs(loss)) and same_state(random, capture_rng())
 
 
 # The plan.
