@@ -9,6 +9,8 @@ saved then.
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 
 from drivetrain.core.errors import DrivetrainWarning, UnsupportedMethodError
 from drivetrain.module.chunked_loss import SoftmaxStep, linear_cross_entropy, loss_and_logit_gradients
-from drivetrain.module.pipeline_tracing import on_fake_tensors
+from drivetrain.module.probing import call_on_fake_tensors
 from drivetrain.module.wrapping import GeneratedClass, subclass_of
 
 _CASTS = ("float", "double", "to", "type_as", "contiguous", "clone")
@@ -225,9 +227,8 @@ class DeferredSource:
         if not self._has_said:
             self._has_said = True
             warnings.warn(
-                f"chunked_cross_entropy: the loss uses the logits for more than a cross entropy of class indices "
-                f"({name}), so all logits are "
-                f"computed and no memory is saved.",
+                f"chunked_cross_entropy: the loss uses the logits for more than a cross entropy of class indices ({name}), so all logits "
+                f"are computed and no memory is saved.",
                 DrivetrainWarning,
                 stacklevel=4,
             )
@@ -270,33 +271,21 @@ def find_final_linear(model: nn.Module, args: tuple[object, ...], kwargs: dict[s
 
     The model runs once on fake tensors, which costs neither memory nor arithmetic.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._pytree import tree_leaves, tree_map_only
+    from torch.utils._pytree import tree_leaves
 
     made: list[tuple[str, Tensor]] = []
-    handles = [
-        module.register_forward_hook(lambda module, inputs, output, name=name: made.append((name, output)))
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    ]
-    random_state = torch.get_rng_state()
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), on_fake_tensors(model):
-            state: dict[str, Tensor] = {
-                name: mode.from_tensor(tensor.detach())
-                for name, tensor in (*model.named_parameters(), *model.named_buffers())
-            }
-            args, kwargs = tree_map_only(Tensor, lambda tensor: mode.from_tensor(tensor.detach()), (args, kwargs))
-            outputs = torch.func.functional_call(model, state, args, kwargs, tie_weights=True)
-    except Exception as error:  # shapes that depend on data, or code that fake tensors cannot follow
-        raise UnsupportedMethodError(
-            f"chunked_cross_entropy: {type(model).__name__} could not be traced with fake tensors ({type(error).__name__}: {error}), so "
-            f"its final linear layer is unknown. Remove the method."
-        ) from error
-    finally:
-        torch.set_rng_state(random_state)
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                note = partial(lambda module, inputs, output, name: made.append((name, output)), name=name)
+                hooks.enter_context(module.register_forward_hook(note))
+        try:
+            outputs = call_on_fake_tensors(model, args, kwargs)
+        except Exception as error:  # shapes that depend on data, or code that fake tensors cannot follow
+            raise UnsupportedMethodError(
+                f"chunked_cross_entropy: {type(model).__name__} could not be traced with fake tensors ({type(error).__name__}: {error}), "
+                f"so its final linear layer is unknown. Remove the method."
+            ) from error
     for index, leaf in enumerate(tree_leaves(outputs)):
         for name, output in made:
             if leaf is output:

@@ -7,13 +7,14 @@ each member's input depends on the output of the previous one.
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from drivetrain.module.probing import call_on_fake_tensors
 from drivetrain.module.wrapping import written_class
 
 _PLAIN = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -67,11 +68,8 @@ def _search(module: nn.Module, name: str, owner: nn.Module, found: list[Family],
             by_class.setdefault(written_class(child), {}).setdefault(child, child_name)
         for cls, children in by_class.items():
             if len(children) > 1 and not _is_layer(children):
-                found.append(
-                    Family(
-                        cls=cls, names=tuple(children.values()), members=tuple(children), owner=owner, is_chain=is_chain
-                    )
-                )
+                names, members = tuple(children.values()), tuple(children)
+                found.append(Family(cls=cls, names=names, members=members, owner=owner, is_chain=is_chain))
                 seen.update(children)
         for child_name, child in row:
             _search(child, child_name, owner, found, seen)
@@ -172,34 +170,19 @@ class FakeRun:
         def record(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
             calls.setdefault(module, (_nodes((args, kwargs)), _nodes(output)))
 
-        handles = [module.register_forward_hook(record, with_kwargs=True) for module in self.root.modules()]
-        rng = torch.get_rng_state()
-        try:
-            _call_on_fake_tensors(self.root, self.sample)
-        except Exception:  # shapes that depend on data, or code that fake tensors cannot follow: the structure decides
-            return {}
-        finally:
-            torch.set_rng_state(rng)
-            for handle in handles:
-                handle.remove()
+        sample = self.sample
+        kwargs = sample if isinstance(sample, dict) else {}
+        args = () if isinstance(sample, dict) else tuple(sample) if isinstance(sample, tuple | list) else (sample,)
+        with ExitStack() as hooks:
+            for module in self.root.modules():
+                hooks.enter_context(module.register_forward_hook(record, with_kwargs=True))
+            try:
+                call_on_fake_tensors(self.root, args, kwargs, with_graph=True)
+            except (
+                Exception
+            ):  # shapes that depend on data, or code that fake tensors cannot follow: the structure decides
+                return {}
         return calls
-
-
-def _call_on_fake_tensors(root: nn.Module, sample: object) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._pytree import tree_map_only
-
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
-
-        def fake(tensor: Tensor) -> Tensor:
-            return mode.from_tensor(tensor.detach())
-
-        state = {name: fake(p).requires_grad_(p.is_floating_point()) for name, p in root.named_parameters()}
-        state |= {name: fake(buffer) for name, buffer in root.named_buffers()}
-        inputs = tree_map_only(Tensor, fake, sample)
-        kwargs = inputs if isinstance(inputs, dict) else {}
-        args = () if isinstance(inputs, dict) else tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-        torch.func.functional_call(root, state, args, kwargs, tie_weights=True)
 
 
 def _nodes(value: object) -> list[Node]:

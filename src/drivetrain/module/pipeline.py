@@ -9,9 +9,10 @@ held by each stage that uses it, and their gradients are summed.
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.module.blocks import repeated_blocks
 from drivetrain.module.pipeline_parts import COMPUTED_IN, StagePart, in_mode
 from drivetrain.module.pipeline_tracing import FLOPS, VALUE, changed_copy, trace_chain
+from drivetrain.module.probing import attributes_set
 from drivetrain.module.wrapping import unwrap
 
 
@@ -80,15 +82,9 @@ def split_model(
 
 
 def _follow_mode(model: nn.Module, opened: set[nn.Module], graph: fx.Graph, given: Mapping[str, object] | None) -> None:
-    """Let dropout between blocks follow the mode of its stage; reject other code there that does something else in evaluation."""
-    modes = [(module, module.training) for module in opened]
-    for module, mode in modes:
-        module.training = not mode
-    try:
+    """Let dropout between blocks follow the mode of its stage; reject other code there that differs in evaluation."""
+    with attributes_set((module, "training", not module.training) for module in opened):
         other = trace_chain(model, opened, given)
-    finally:
-        for module, mode in modes:
-            module.training = mode
     for one, two in zip(_used(graph), _used(other)):
         name = getattr(one.target, "__name__", "")
         is_of_torch = one.target == two.target and getattr(nn.functional, name, None) is one.target
@@ -98,9 +94,8 @@ def _follow_mode(model: nn.Module, opened: set[nn.Module], graph: fx.Graph, give
                 node.kwargs = {name: value for name, value in node.kwargs.items() if name != "training"}
     if _steps_of(other) != _steps_of(graph):
         raise ConfigError(
-            f"the forward of {type(model).__name__} behaves differently in training and evaluation between its "
-            f"blocks. Move the code that depends "
-            "on self.training into its own module."
+            f"the forward of {type(model).__name__} behaves differently in training and evaluation between its blocks. Move the code "
+            "that depends on self.training into its own module."
         )
 
 
@@ -129,37 +124,30 @@ def _free_from_values(model: nn.Module, graph: fx.Graph) -> None:
 
     What such a step is given is replaced by zeros of that type and shape, which any stage can make of the inputs.
     """
-    inputs = [node for node in graph.nodes if node.op == "placeholder" and is_tensor(node.meta.get(VALUE))]
+    inputs = [node for node in graph.nodes if node.op == "placeholder" and _sizes(node)]
     for node in list(graph.nodes):
         if node.op != "call_module" or VALUE not in node.meta:
             continue
         module = model.get_submodule(str(node.target))
-        given = [a for a in node.all_input_nodes if a.op != "placeholder" and is_tensor(a.meta.get(VALUE))]
-        given = [a for a in given if a.meta[VALUE].is_floating_point()]
+        values = {a: a.meta.get(VALUE) for a in node.all_input_nodes if a.op != "placeholder"}
+        given = [a for a, value in values.items() if isinstance(value, Tensor) and value.is_floating_point()]
         if not given or next(module.parameters(), None) is not None or not _ignores(module, node, given):
             continue
         for argument in given:
-            shape = tuple(argument.meta[VALUE].shape)
-            rows = [one for one in inputs if one.meta[VALUE].shape[:1] == shape[:1] and one.meta[VALUE].dim() > 0]
+            shape = _sizes(argument)
+            rows = [one for one in inputs if _sizes(one)[0] == shape[0]] if shape else []
             if rows:
-                source = max(rows, key=lambda one: _same_sizes(one, shape))
+                source = max(rows, key=lambda one: sum(a == b for a, b in zip(_sizes(one), shape)))
                 with graph.inserting_before(node):
                     zeros = graph.call_function(zeros_for, (source, shape, _sizes(source), argument.meta[VALUE].dtype))
                 zeros.meta[VALUE] = argument.meta[VALUE]
                 node.replace_input_with(argument, zeros)
 
 
-def is_tensor(value: object) -> bool:
-    """Return whether a value is a tensor."""
-    return isinstance(value, Tensor)
-
-
 def _sizes(node: fx.Node) -> tuple[int, ...]:
-    return tuple(node.meta[VALUE].shape)
-
-
-def _same_sizes(node: fx.Node, shape: tuple[int, ...]) -> int:
-    return sum(first == second for first, second in zip(_sizes(node), shape))
+    """Return the shape that a value has for the sample; empty for a number and what is not a tensor."""
+    value = node.meta.get(VALUE)
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
 
 
 def zeros_for(source: Tensor, shape: tuple[int, ...], seen: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -177,8 +165,9 @@ def _ignores(module: nn.Module, node: fx.Node, given: list[fx.Node]) -> bool:
         value = other.meta[VALUE]
         if other in given:
             return torch.randn(value.shape).to(value.dtype)
-        whole = torch.arange(max(1, value.numel())).remainder(7)[: value.numel()] if is_tensor(value) else value
-        return whole.view(value.shape).to(value.dtype) if is_tensor(value) else value
+        if isinstance(value, Tensor):
+            return torch.arange(value.numel()).remainder(7).view(value.shape).to(value.dtype)
+        return value
 
     results = []
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -186,30 +175,19 @@ def _ignores(module: nn.Module, node: fx.Node, given: list[fx.Node]) -> bool:
         for _ in range(2):
             try:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), real)
-                results.append([x for x in tree_leaves(copy.deepcopy(module).cpu()(*args, **kwargs)) if is_tensor(x)])
+                out = tree_leaves(copy.deepcopy(module).cpu()(*args, **kwargs))
+                results.append([x for x in out if isinstance(x, Tensor)])
             except Exception:  # it cannot be run on made-up values: it keeps the ones it has
                 return False
     return bool(results[0]) and all(map(torch.equal, *results))
 
 
 def _candidates(model: nn.Module, num_stages: int) -> list[str]:
-    """Return the modules before which a cut may stand: repeated blocks, or else all that hold parameters themselves."""
+    """Return the modules before which a cut may be: repeated blocks, or else all that hold parameters themselves."""
     blocks = [name for name, _ in repeated_blocks(model)]
     if len(blocks) >= num_stages:
         return blocks
-    own = [
-        name
-        for name, module in model.named_modules()
-        if name and next(module.parameters(recurse=False), None) is not None
-    ]
-    names: list[str] = []
-    for name in own:
-        parents = [model.get_submodule(name.rsplit(".", depth)[0]) for depth in range(1, name.count(".") + 1)]
-        compound = [parent for parent in parents if _is_compound_layer(parent)]
-        if compound:  # torch's own layers of several parts are run as one
-            name = next(path for path, module in model.named_modules() if module is compound[-1])
-        if name not in names:
-            names.append(name)
+    names = list(_layers(model, ""))
     if len(names) < num_stages:
         raise ConfigError(
             f"{type(model).__name__} has {len(names)} modules with parameters, too few for {num_stages} stages. Use a smaller pipe axis."
@@ -217,10 +195,15 @@ def _candidates(model: nn.Module, num_stages: int) -> list[str]:
     return names
 
 
-def _is_compound_layer(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.") and not isinstance(
-        module, nn.Sequential | nn.ModuleList | nn.ModuleDict
-    )
+def _layers(module: nn.Module, prefix: str) -> Iterator[str]:
+    """Yield the names of modules with parameters of their own; torch's layers of several parts run as one."""
+    for name, child in module.named_children():
+        is_container = isinstance(child, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+        is_one = type(child).__module__.startswith("torch.nn.") and not is_container
+        if next(child.parameters(recurse=is_one), None) is not None:
+            yield prefix + name
+        if not is_one:
+            yield from _layers(child, f"{prefix}{name}.")
 
 
 def _named(model: nn.Module, split: Sequence[str], num_stages: int) -> list[str]:
@@ -230,8 +213,8 @@ def _named(model: nn.Module, split: Sequence[str], num_stages: int) -> list[str]
             raise ConfigError(unknown_name("module", name, modules, where="pipeline_parallel split"))
     if len(set(split)) != len(split) or len(split) != num_stages - 1:
         raise ConfigError(
-            f"split={list(split)} names {len(split)} modules; {num_stages} stages need {num_stages - 1} different ones, besides the first "
-            f"stage."
+            f"split={list(split)} names {len(split)} modules; {num_stages} stages need {num_stages - 1} different ones, one for each stage "
+            "but the first."
         )
     return list(split)
 
@@ -269,9 +252,7 @@ def _balanced(model: nn.Module, nodes: list[fx.Node], places: list[int], num_sta
     edges = [0, *places, len(nodes)]
     work = [sum(_work(model, node) for node in nodes[a:b]) for a, b in pairwise(edges)]
     total = sum(work) or 1.0
-    sums = [0.0]
-    for item in work:
-        sums.append(sums[-1] + item / total)
+    sums = list(accumulate((item / total for item in work), initial=0.0))
     best: list[tuple[float, float, tuple[int, ...]]] = [(sums[end], sums[end] ** 2, ()) for end in range(len(sums))]
     for stages in range(2, num_stages + 1):
         best = [
@@ -302,40 +283,28 @@ def _work(model: nn.Module, node: fx.Node) -> float:
 
 
 def _cut(model: nn.Module, nodes: list[fx.Node], cuts: list[int]) -> Split:
-    num_stages = len(cuts) + 1
     stage_of = {node: sum(cut <= index for cut in cuts) for index, node in enumerate(nodes)}
-    order = {node: index for index, node in enumerate(nodes)}
     again = _made_again(model, nodes)
-    (output,) = [node for node in nodes if node.op == "output"]
-    wanted: list[fx.Node] = [output]
+    wanted = [node for node in nodes if node.op == "output"]
     pieces: list[tuple[list[fx.Node], list[fx.Node], list[fx.Node]]] = []
-    for stage in reversed(range(num_stages)):
+    for stage in reversed(range(len(cuts) + 1)):
         inside, received = _needed(wanted, stage, stage_of, again)
-        in_order = sorted(inside, key=order.__getitem__)
-        from_before = sorted(received, key=order.__getitem__)
-        pieces.append((in_order, from_before, wanted))
+        from_before = [node for node in nodes if node in received]
+        pieces.insert(0, ([node for node in nodes if node in inside], from_before, wanted))
         wanted = from_before
-    pieces.reverse()
-    tied = _tied(model, [piece[0] for piece in pieces])
     parts = tuple(_part(model, *piece) for piece in pieces)
     work = [sum(_work(model, node) for node in piece[0]) for piece in pieces]
-    signature = inspect.signature(model.forward)
     inputs = frozenset(name for part in parts for name in part.inputs)
-    traced = {str(node.target).lstrip("*") for node in nodes if node.op == "placeholder"}
+    ignored = {str(node.target).lstrip("*") for node in nodes if node.op == "placeholder" and not node.users}
     return Split(
         parts=parts,
         starts=tuple(str(nodes[cut].target) for cut in cuts),
         shares=tuple(item / (sum(work) or 1.0) for item in work),
-        signature=signature,
+        signature=inspect.signature(model.forward),
         inputs=inputs,
-        unused=frozenset(node_name for node_name in traced - inputs if _is_unused(nodes, node_name)),
-        tied=tied,
+        unused=frozenset(ignored - inputs),
+        tied=_tied(model, [piece[0] for piece in pieces]),
     )
-
-
-def _is_unused(nodes: list[fx.Node], name: str) -> bool:
-    (node,) = [node for node in nodes if node.op == "placeholder" and str(node.target).lstrip("*") == name]
-    return not node.users
 
 
 def _needed(
@@ -361,11 +330,11 @@ def _made_again(model: nn.Module, nodes: list[fx.Node]) -> set[fx.Node]:
     """Return the values that any stage makes for itself: of inputs and buffers alone, or sizes of what it receives."""
     result: set[fx.Node] = set()
     for node in nodes:
-        value = node.meta.get(VALUE)
-        if node.op == "placeholder" or (VALUE in node.meta and not _holds_tensors(value)):
+        is_size = VALUE in node.meta and not any(isinstance(x, Tensor) for x in tree_leaves(node.meta[VALUE]))
+        if node.op == "placeholder" or is_size:
             result.add(node)
         elif node.op == "get_attr":
-            if not isinstance(_attribute(model, str(node.target)), nn.Parameter):
+            if not isinstance(attrgetter(str(node.target))(model), nn.Parameter):
                 result.add(node)
         elif node.op == "output" or _is_random(model, node):
             continue
@@ -376,26 +345,14 @@ def _made_again(model: nn.Module, nodes: list[fx.Node]) -> set[fx.Node]:
     return result
 
 
-def _holds_tensors(value: object) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
-
-
 def _is_random(model: nn.Module, node: fx.Node) -> bool:
     """Return whether a step may draw random numbers, so that making its value twice would give two values."""
     if node.op == "call_module":
-        return any(
-            isinstance(m, nn.modules.dropout._DropoutNd) for m in model.get_submodule(str(node.target)).modules()
-        )
+        modules = model.get_submodule(str(node.target)).modules()
+        return any(isinstance(module, nn.modules.dropout._DropoutNd) for module in modules)
     target = node.args[0] if node.target is in_mode else node.args[1] if node.target is changed_copy else node.target
     name = str(getattr(target, "__name__", target))
     return any(word in name for word in ("rand", "dropout", "bernoulli", "multinomial", "normal"))
-
-
-def _attribute(model: nn.Module, path: str) -> object:
-    found: Any = model
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def _tied(model: nn.Module, steps: list[list[fx.Node]]) -> tuple[Mapping[int, str], ...]:
@@ -407,7 +364,7 @@ def _tied(model: nn.Module, steps: list[list[fx.Node]]) -> tuple[Mapping[int, st
             if node.op == "call_module":
                 named = model.get_submodule(path).named_parameters(remove_duplicate=False)
                 found = [(f"{path}.{name}", parameter) for name, parameter in named]
-            elif node.op == "get_attr" and isinstance(parameter := _attribute(model, path), nn.Parameter):
+            elif node.op == "get_attr" and isinstance(parameter := attrgetter(path)(model), nn.Parameter):
                 found = [(path, parameter)]
             for name, parameter in found:
                 held.setdefault(id(parameter), {}).setdefault(stage, name)
@@ -417,18 +374,18 @@ def _tied(model: nn.Module, steps: list[list[fx.Node]]) -> tuple[Mapping[int, st
 def _part(model: nn.Module, inside: list[fx.Node], received: list[fx.Node], wanted: list[fx.Node]) -> StagePart:
     """Return the module of one stage."""
     graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {node: graph.placeholder(f"received_{node.name}") for node in received}
-    inputs = [node for node in inside if node.op == "placeholder"]
-    copies |= {node: graph.placeholder(str(node.target).lstrip("*")) for node in inputs}
+    copies = {node: graph.placeholder(f"received_{node.name}") for node in received}
+    inputs = {node: str(node.target).lstrip("*") for node in inside if node.op == "placeholder"}
+    copies |= {node: graph.placeholder(name) for node, name in inputs.items()}
     for node in inside:
         if node.op not in ("placeholder", "output"):
             copies[node] = graph.node_copy(node, copies.__getitem__)
     if wanted and wanted[0].op == "output":
         graph.output(fx.node.map_arg(wanted[0].args[0], copies.__getitem__))
     else:
-        passed = {
-            node: graph.call_method("view_as", (copies[node], copies[node])) for node in wanted if node in received
-        }
-        graph.output(tuple(passed.get(node, copies[node]) for node in wanted))
+        for node in received:  # what is only passed on is a new tensor
+            if node in wanted:
+                copies[node] = graph.call_method("view_as", (copies[node], copies[node]))
+        graph.output(tuple(copies[node] for node in wanted))
     graph.lint()
-    return StagePart(model, graph, [node.name for node in received], [str(node.target).lstrip("*") for node in inputs])
+    return StagePart(model, graph, [node.name for node in received], list(inputs.values()))

@@ -10,14 +10,18 @@ import inspect
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, suppress
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.module.probing import buffers_copied
+from drivetrain.module.probing import attributes_set, buffers_copied, on_fake_tensors
 
 VALUE, FLOPS = "value", "flops"
 _FACTORIES = (
@@ -34,18 +38,15 @@ def trace_chain(model: nn.Module, opened: set[nn.Module], given: Mapping[str, ob
     arguments that have defaults keep them, unless the model does nothing with them.
     """
     parameters = inspect.signature(model.forward).parameters
-    loose = dict.fromkeys(name for name, p in parameters.items() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
-    optional = {name: p.default for name, p in parameters.items() if p.default is not p.empty and name not in loose}
+    optional = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
     if given is not None:
-        return _trace(model, opened, {**loose, **{k: v for k, v in optional.items() if k not in given}}, given)
+        return _trace(model, opened, {name: value for name, value in optional.items() if name not in given}, given)
     if optional:
-        try:
-            graph = _trace(model, opened, loose)
-        except ConfigError:
-            graph = None
-        if graph is not None and not any(node.users for node in graph.nodes if node.target in optional):
-            return graph
-    return _trace(model, opened, {**loose, **optional})
+        with suppress(ConfigError):
+            graph = _trace(model, opened, {})
+            if not any(node.users for node in graph.nodes if node.target in optional):
+                return graph
+    return _trace(model, opened, optional)
 
 
 def _trace(
@@ -62,37 +63,11 @@ def _trace(
     except Exception as error:  # whatever the user's code does with a value that is not there yet
         raise ConfigError(
             f"the forward of {type(model).__name__} cannot be traced between its blocks: {type(error).__name__}: {_first_line(error)} "
-            "Between blocks, control flow must not depend on tensor contents, and values must be tensors, sizes or "
-            "plain containers. Move such "
-            "code into its own module."
+            "Between blocks, control flow must not depend on tensor contents, and values must be tensors, sizes or plain containers. Move "
+            "such code into its own module."
         ) from error
     finally:
         torch.set_rng_state(state)
-
-
-@contextmanager
-def on_fake_tensors(model: nn.Module) -> Iterator[None]:
-    """Make a transformers model run on fake tensors: without its key-value cache, and with experts as plain products.
-
-    The grouped product of experts has a rule for fake tensors in bfloat16 alone.
-    """
-    wanted = {"use_cache": False, "_experts_implementation": "batched_mm"}
-    configs = {
-        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
-    }
-    before = [
-        (config, name, getattr(config, name))
-        for config in configs.values()
-        for name in wanted
-        if getattr(config, name, None)
-    ]
-    for config, name, _ in before:
-        setattr(config, name, wanted[name])
-    try:
-        yield
-    finally:
-        for config, name, value in before:
-            setattr(config, name, value)
 
 
 def _first_line(error: Exception) -> str:
@@ -133,12 +108,8 @@ class _Tracer(fx.Tracer):
         super().__init__(autowrap_modules=(math,))
         self._opened, self._given = opened, given
         self._installed: set[nn.Module] = set()
-        self._mode: Any = None
+        self._mode: Any = None if given is None else FakeTensorMode(allow_non_fake_inputs=True)
         self._is_computing = False
-        if given is not None:
-            from torch._subclasses.fake_tensor import FakeTensorMode
-
-            self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _ValueProxy(node, self)
@@ -146,28 +117,22 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """Return how the forward is called, by name, whatever decorators stand around it; arguments without a symbol are constants."""
-        constants = dict(concrete_args or {})
+        """Return how the forward is called, by name, whatever its decorators are; arguments without a symbol are constants."""
+        constants = concrete_args or {}
         self._installed = set(self.root.modules())
         parameters = inspect.signature(self.root.forward).parameters
         loose = [name for name, p in parameters.items() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         names = [name for name in parameters if name not in constants and name not in loose]
-        proxies = []
-        for name in names:
-            default = parameters[name].default
-            given = () if default is inspect.Parameter.empty else (default,)
-            proxies.append(self.create_proxy("placeholder", name, given, {}))
+        defaults = [() if (p := parameters[name]).default is p.empty else (p.default,) for name in names]
+        proxies = [self.create_proxy("placeholder", name, default, {}) for name, default in zip(names, defaults)]
 
         def run(root: nn.Module, *values: object) -> Any:
-            known = {name: value for name, value in constants.items() if name not in loose}
-            return root_fn(root, **dict(zip(names, values)), **known)
+            return root_fn(root, **dict(zip(names, values)), **constants)
 
         return run, [self.root, *proxies]
 
     def create_arg(self, a: object) -> Any:
         """Keep the class of a mapping with a class of its own, such as the outputs of transformers, which losses ask by attribute."""
-        from torch.utils._pytree import SUPPORTED_NODES
-
         if isinstance(a, dict) and type(a) not in (dict, OrderedDict) and type(a) in SUPPORTED_NODES:
             return self.create_proxy("call_function", type(a), (), dict(a)).node
         return super().create_arg(a)
@@ -197,7 +162,8 @@ class _Tracer(fx.Tracer):
         return super().iter(obj)
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *others: Any, **more: Any) -> fx.Proxy:
-        changed = args[0] if kind == "call_method" and _is_in_place(target) and isinstance(args[0], fx.Proxy) else None
+        is_in_place = kind == "call_method" and target.endswith("_") and not target.endswith("__")
+        changed = args[0] if is_in_place and isinstance(args[0], fx.Proxy) else None
         if changed is not None:
             kind, target, args = "call_function", changed_copy, (changed, target, *args[1:])
         proxy = super().create_proxy(kind, target, args, kwargs, *others, **more)
@@ -209,8 +175,7 @@ class _Tracer(fx.Tracer):
 
     def _compute(self, node: fx.Node) -> None:
         """Give a node the value it has for the sample; one that cannot be computed has none."""
-        missing = [argument for argument in node.all_input_nodes if VALUE not in argument.meta]
-        if missing:
+        if any(VALUE not in argument.meta for argument in node.all_input_nodes):
             return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda other: other.meta[VALUE])
         self._is_computing = True
@@ -223,9 +188,6 @@ class _Tracer(fx.Tracer):
             self._is_computing = False
 
     def _value(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        from torch.utils._pytree import tree_map_only
-        from torch.utils.flop_counter import FlopCounterMode
-
         def fake(tensor: Tensor) -> Tensor:
             return self._mode.from_tensor(tensor.detach())
 
@@ -233,10 +195,7 @@ class _Tracer(fx.Tracer):
             assert self._given is not None
             return tree_map_only(Tensor, fake, self._given[str(node.target).lstrip("*")])
         if node.op == "get_attr":
-            found: Any = self.root
-            for part in str(node.target).split("."):
-                found = getattr(found, part)
-            return tree_map_only(Tensor, fake, found)
+            return tree_map_only(Tensor, fake, attrgetter(str(node.target))(self.root))
         if node.op == "call_module":
             with FlopCounterMode(display=False) as counter:
                 result = self.root.get_submodule(str(node.target))(*args, **kwargs)
@@ -247,31 +206,15 @@ class _Tracer(fx.Tracer):
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _is_in_place(method: object) -> bool:
-    return isinstance(method, str) and method.endswith("_") and not method.endswith("__")
-
-
-@contextmanager
-def _factories_traced(tracer: _Tracer) -> Iterator[None]:
+def _factories_traced(tracer: _Tracer) -> AbstractContextManager[None]:
     """Let torch's factories be recorded when a size or device given to them is traced."""
-    originals = {name: getattr(torch, name) for name in _FACTORIES}
 
     def traced(original: Callable[..., object]) -> Callable[..., object]:
-        def make(*args: Any, **kwargs: Any) -> object:
-            found: list[fx.Proxy] = []
-            fx.node.map_aggregate(
-                (args, kwargs), lambda item: found.append(item) if isinstance(item, fx.Proxy) else None
-            )
-            if not found:
-                return original(*args, **kwargs)
-            return tracer.create_proxy("call_function", original, args, kwargs)
+        def make(*args: object, **kwargs: object) -> object:
+            if any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves((args, kwargs))):
+                return tracer.create_proxy("call_function", original, args, kwargs)
+            return original(*args, **kwargs)
 
         return make
 
-    try:
-        for name, original in originals.items():
-            setattr(torch, name, traced(original))
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(torch, name, original)
+    return attributes_set((torch, name, traced(getattr(torch, name))) for name in _FACTORIES)

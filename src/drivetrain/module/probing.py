@@ -1,71 +1,124 @@
-"""Run a module as a test: without changing its buffers, or on fake tensors, which need neither memory nor arithmetic.
+"""Run a module as a test: without lasting changes, or on fake tensors, which need neither memory nor arithmetic."""
 
-The input of a block is inferred from its layers: images with the channels of its first convolution, or sequences as wide as its
-first norm or matrix. A block that needs more than that cannot be tried, and the result is None.
-"""
-
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-_SIDE, _ROWS, _LENGTH = 16, 2, 8
+_SIDE, ROWS, LENGTH = 16, 2, 8  # of made-up images and sequences
 
 
 def keeps_shape(block: nn.Module) -> bool | None:
-    """Return whether a block returns a tensor of its input's shape; None if it cannot be tried."""
+    """Return whether a block returns a tensor of its input's shape; None if it cannot be tried.
+
+    The input is inferred from the layers: images with the channels of the first convolution, or sequences as wide as the first norm or
+    matrix.
+    """
     shape = _likely_input(block)
     if shape is None:
         return None
+    tensors = [tensor for tensor in (*block.parameters(), *block.buffers()) if tensor.is_floating_point()]
+    like = tensors[0] if tensors else torch.empty(0)
     try:
-        out = _run_on_fake_tensor(block, shape)
+        out = call_on_fake_tensors(block, (torch.empty(shape, dtype=like.dtype, device=like.device),))
     except Exception:  # other arguments are needed, another shape is expected, or the code cannot be followed
-        return None if not _resizes(block) else False
+        resizes = any(
+            isinstance(module, _ConvTransposeNd) or (isinstance(module, _ConvNd) and max(module.stride) > 1)
+            for module in block.modules()
+        )
+        return False if resizes else None
     return isinstance(out, Tensor) and tuple(out.shape) == shape
 
 
 def _likely_input(block: nn.Module) -> tuple[int, ...] | None:
     for module in block.modules():
         if isinstance(module, _ConvNd):
-            dims = len(module.kernel_size)
-            return (_ROWS, module.in_channels, *([_SIDE] * dims))
+            return (ROWS, module.in_channels, *([_SIDE] * len(module.kernel_size)))
         if isinstance(module, nn.LayerNorm):
-            return (_ROWS, _LENGTH, *module.normalized_shape)
+            return (ROWS, LENGTH, *module.normalized_shape)
         if isinstance(module, nn.Linear):
-            return (_ROWS, _LENGTH, module.in_features)
+            return (ROWS, LENGTH, module.in_features)
         if isinstance(module, nn.MultiheadAttention):
-            return (_ROWS, _LENGTH, module.embed_dim)
+            return (ROWS, LENGTH, module.embed_dim)
     return None
 
 
-def _resizes(block: nn.Module) -> bool:
-    """Return whether some convolution of a block changes the size of its image."""
-    return any(
-        isinstance(module, _ConvTransposeNd) or (isinstance(module, _ConvNd) and max(module.stride) > 1)
-        for module in block.modules()
+def call_on_fake_tensors(
+    model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object] | None = None, *, with_graph: bool = False
+) -> Any:
+    """Return what a model returns for fake copies of its arguments, parameters and buffers, optionally with an autograd graph."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._pytree import tree_map_only
+
+    random_state = torch.get_rng_state()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(tensor: Tensor) -> Tensor:
+        return mode.from_tensor(tensor.detach())
+
+    try:
+        with mode, torch.set_grad_enabled(with_graph), on_fake_tensors(model):
+            state = {
+                name: fake(p).requires_grad_(with_graph and p.is_floating_point())
+                for name, p in model.named_parameters()
+            }
+            state |= {name: fake(buffer) for name, buffer in model.named_buffers()}
+            args, kwargs = tree_map_only(Tensor, fake, (args, kwargs))
+            return torch.func.functional_call(model, state, args, kwargs, tie_weights=True)
+    finally:
+        torch.set_rng_state(random_state)
+
+
+def on_fake_tensors(model: nn.Module) -> AbstractContextManager[None]:
+    """Make a transformers model run on fake tensors: without its key-value cache, and with experts as plain products.
+
+    The grouped product of experts has a rule for fake tensors in bfloat16 alone.
+    """
+    wanted = {"use_cache": False, "_experts_implementation": "batched_mm"}
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
+    }
+    return attributes_set(
+        (config, name, value)
+        for config in configs.values()
+        for name, value in wanted.items()
+        if getattr(config, name, None)
     )
 
 
-def _run_on_fake_tensor(block: nn.Module, shape: tuple[int, ...]) -> object:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    generator = torch.get_rng_state()
+@contextmanager
+def attributes_set(changes: Iterable[tuple[object, str, object]]) -> Iterator[None]:
+    """Set attributes, given as (owner, name, value), inside a context."""
+    before = []
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-            state = {
-                name: mode.from_tensor(tensor.detach()) for name, tensor in block.state_dict(keep_vars=True).items()
-            }
-            reference = next((tensor for tensor in state.values() if tensor.is_floating_point()), None)
-            x = (
-                torch.empty(shape)
-                if reference is None
-                else torch.empty(shape, dtype=reference.dtype, device=reference.device)
-            )
-            return torch.func.functional_call(block, dict[str, Tensor](state), (x,), tie_weights=True)
+        for owner, name, value in changes:
+            before.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, value)
+        yield
     finally:
-        torch.set_rng_state(generator)
+        for owner, name, value in reversed(before):
+            setattr(owner, name, value)
+
+
+def in_evaluation(module: nn.Module) -> AbstractContextManager[None]:
+    """Set evaluation mode inside a context."""
+    return attributes_set((child, "training", False) for child in module.modules())
+
+
+def tensors_in(value: object) -> list[Tensor]:
+    """Return the tensors of nested lists, tuples and dicts; caches and other objects are ignored."""
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [x for item in items for x in tensors_in(item)]
+
+
+def floats_in(value: object) -> list[Tensor]:
+    """Return the floating-point tensors of nested lists, tuples and dicts."""
+    return [x for x in tensors_in(value) if x.is_floating_point()]
 
 
 @contextmanager
@@ -88,9 +141,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def buffers_copied(model: nn.Module) -> Iterator[None]:
-    """Use copies of a model's buffers inside a context. The originals are not written, so a backward pass that needs them can
-    follow.
-    """
+    """Use copies of a model's buffers inside a context. The originals are not written, so a backward pass that needs them can follow."""
     held = [(child, name, buffer) for child in model.modules() for name, buffer in child._buffers.items()]
     for child, name, buffer in held:
         child._buffers[name] = None if buffer is None else buffer.clone()

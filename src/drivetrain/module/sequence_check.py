@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drivetrain.module.probing import floats_in, in_evaluation
 from drivetrain.module.sequence_attention import check_heads, with_shared_heads
 
 _TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3}
@@ -71,7 +72,7 @@ def difference(whole: Fingerprints, split: Fingerprints, outputs: tuple[object, 
                 return (
                     f"the {name} of attention call {index} differ, so a block finds positions from the length it sees"
                 )
-    expected_leaves, found_leaves = map(_floats, outputs)
+    expected_leaves, found_leaves = map(floats_in, outputs)
     if [x.shape for x in expected_leaves] != [x.shape for x in found_leaves]:
         return "the outputs have other shapes"
     for first, second in zip(expected_leaves, found_leaves):
@@ -83,17 +84,11 @@ def difference(whole: Fingerprints, split: Fingerprints, outputs: tuple[object, 
 @contextmanager
 def observing(model: nn.Module) -> Iterator[None]:
     """Run a model without gradients and dropout, and restore its random state."""
-    training = [(module, module.training) for module in model.modules()]
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     devices = [device] if device.type != "cpu" else []
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-            for module, _ in training:
-                module.training = False
-            yield
-    finally:
-        for module, mode in training:
-            module.training = mode
+    kind = device.type if devices else "cuda"
+    with torch.no_grad(), torch.random.fork_rng(devices, device_type=kind), in_evaluation(model):
+        yield
 
 
 def _weighted_sum(x: Tensor) -> Tensor:
@@ -115,14 +110,3 @@ def _close(first: Tensor, second: Tensor, tolerance: float) -> bool:
         return True
     first, second = first.nan_to_num(), second.nan_to_num()
     return bool((first - second).abs().max() <= tolerance * first.abs().max() + 1e-6)
-
-
-def _floats(value: object) -> list[Tensor]:
-    """Return the floating-point tensors of nested lists, tuples and dicts; caches and other objects are passed over."""
-    if isinstance(value, Tensor):
-        return [value.detach()] if value.is_floating_point() else []
-    if isinstance(value, dict):
-        return [leaf for item in value.values() for leaf in _floats(item)]
-    if isinstance(value, list | tuple):
-        return [leaf for item in value for leaf in _floats(item)]
-    return []

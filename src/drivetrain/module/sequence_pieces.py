@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.distributed_tensors import is_dtensor
-from drivetrain.module.sequence_pieces_check import PiecePlan, floats, is_stream, with_first
+from drivetrain.module.probing import floats_in
+from drivetrain.module.sequence_pieces_check import PiecePlan, is_stream, with_first
 from drivetrain.module.wrapping import GeneratedClass, is_fully_sharded, subclass_of
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class PieceBlock(GeneratedClass):
         out = run(*values[: len(args)], **dict(zip(kwargs, values[len(args) :])))
         if not is_cut:
             return out
-        own = floats(out)[0]
+        own = floats_in(out)[0]
         leaves = pieces.changed(own, True, False) if self._joins else pieces.distributed(own, True)
         if is_fully_sharded(self):  # type: ignore[arg-type]
             leaves = leaves.clone()  # whose hooks are lost if somebody changes a view in place
@@ -144,7 +145,7 @@ def _leave_norm(norm: nn.Module, args: Any, out: Any) -> Any:
 def _close(module: nn.Module, args: object, out: object) -> Any:
     """Return pieces: of sums that are not added up yet, or of what every rank has whole."""
     pieces: Pieces = module.__dict__[_KEY]
-    first = floats(out)[0]
+    first = floats_in(out)[0]
     if is_dtensor(first):
         return with_first(out, first.redistribute(placements=_layouts(pieces.is_cut)).to_local())  # type: ignore[attr-defined]
     return with_first(out, pieces.changed(first, False, pieces.is_cut))

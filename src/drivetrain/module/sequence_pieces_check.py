@@ -8,29 +8,19 @@ piece outside a norm would have the gradient of a part; it is rejected, like a b
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
+from torch.overrides import TorchFunctionMode
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.blocks import find_blocks
+from drivetrain.module.probing import LENGTH, floats_in, tensors_in
 from drivetrain.module.tensor_parallel import is_splittable
-from drivetrain.module.tensor_trials import (
-    LENGTH,
-    agree,
-    in_evaluation,
-    inputs_of_blocks,
-    is_parameter,
-    made_up_inputs,
-    made_up_state,
-    outside_fake_mode,
-    structure_of,
-    tensors_in,
-)
+from drivetrain.module.tensor_trials import BlockTrial, agree, inputs_of_blocks, structure_of, trying
 from drivetrain.module.wrapping import written_class
 
 _PIECE, _LABEL = "_is_piece", "_label"  # set on tensors: whether they are pieces; which module they come from
@@ -79,13 +69,10 @@ def _try_block(
     name: str, block: nn.Module, styles: Mapping[str, object], size: int, length: int, given: object
 ) -> tuple[set[str], set[str]]:
     """Return the norms and closers of a block, by their names inside it."""
-    with outside_fake_mode(), torch.no_grad(), torch.random.fork_rng(devices=[]), in_evaluation(block):
-        torch.manual_seed(0)  # forked: the numbers drawn here leave no trace
-        state = made_up_state(block)
-        given = given or made_up_inputs(block, length)
-        reason = ""
+    reason = ""
+    with trying(block):
         for by_layer in (True, False):
-            trial = _PiecesTrial(block, state, given, styles, by_layer)
+            trial = _PiecesTrial(block, given, length, styles, by_layer)
             try:
                 trial.run(size)
             except _CannotRun as error:
@@ -94,9 +81,8 @@ def _try_block(
                 return trial.norms, trial.closers
     raise ConfigError(
         f"tensor_parallel: sequence_parallel=True cannot run {name} ({written_class(block).__name__}) on pieces of the sequence: {reason}. "
-        "It supports pre-norm blocks: norms before split layers, results added to the residual stream. Remove "
-        "sequence_parallel=True, or use the method sequence_parallel, "
-        "which has its own axis."
+        "It supports pre-norm blocks: norms before split layers, results added to the residual stream. Remove sequence_parallel=True, or "
+        "use the method sequence_parallel, which has its own axis."
     )
 
 
@@ -108,19 +94,17 @@ class _Mixed(Exception):
     """A whole tensor met a piece; the module it comes from should return pieces."""
 
 
-class _PiecesTrial:
-    """One block with made-up weights: how it runs whole, and how it runs on each rank's piece."""
+class _PiecesTrial(BlockTrial):
+    """One block: how it runs whole, and how it runs on each rank's piece."""
 
-    def __init__(
-        self, block: nn.Module, state: dict[str, Tensor], given: Any, styles: Mapping[str, Any], by_layer: bool
-    ):
-        self.block, self.state, self.styles, self.by_layer = block, state, styles, by_layer
-        self.args, self.kwargs = given
+    def __init__(self, block: nn.Module, given: object, length: int, styles: Mapping[str, object], by_layer: bool):
+        super().__init__(block, given, length)
+        self.styles, self.by_layer = styles, by_layer
         self.closers = {name for name, style in styles.items() if style == "rowwise"}
         self.norms: set[str] = set()
         self.whole: dict[str, list[Tensor]] = {}
         """What each module returned, call by call, when nothing was cut."""
-        self.parameters = {id(value): name for name, value in state.items() if is_parameter(block, name)}
+        self.names = self.parameters()
         self.rank, self.size, self.inside_norms = 0, 1, 0
 
     def run(self, size: int) -> None:
@@ -140,7 +124,6 @@ class _PiecesTrial:
                 raise _CannotRun(
                     f"{name} did not run when the block was tried, like attention to what an encoder returns"
                 )
-        self.rank = 0
         while self.rank < size:
             try:
                 found = self._run_piece()
@@ -155,31 +138,23 @@ class _PiecesTrial:
                 continue
             except Exception as error:  # code that finds another length than it expects
                 raise _CannotRun(f"its code depends on the length it sees ({_line(error)})") from error
-            self._compare(expected, found)
+            if not found or not getattr(found[0], _PIECE, False):
+                raise _CannotRun("what it returns is not a piece of the sequence")
+            if not agree([self._piece(expected[0]), *expected[1:]], found):
+                raise _CannotRun("its result on pieces is not the pieces of its result: something mixes positions")
             self.rank += 1
-
-    def _compare(self, expected: list[Tensor], found: list[Tensor]) -> None:
-        if not found or not getattr(found[0], _PIECE, False):
-            raise _CannotRun("what it returns is not a piece of the sequence")
-        if not agree([self._piece(expected[0]), *expected[1:]], found):
-            raise _CannotRun("its result on pieces is not the pieces of its result: something mixes positions")
 
     def _piece(self, x: Tensor) -> Tensor:
         return x.chunk(self.size, 1)[self.rank].clone()
 
-    def _call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Tensor]:
-        with BaseTorchFunctionMode():  # torch's encoder layers take no fused path while a mode looks on
-            out = torch.func.functional_call(self.block, dict(self.state), args, kwargs, tie_weights=True)
-        return [x for x in tensors_in(out) if x.is_floating_point()]
-
     def _run_whole(self) -> list[Tensor]:
-        self.whole = {}
+        def after(module: nn.Module, args: object, out: object, name: str) -> None:
+            self.whole.setdefault(name, []).extend(x.detach().clone() for x in floats_in(out)[:1])
 
-        def after(name: str, module: nn.Module, out: object) -> None:
-            self.whole.setdefault(name, []).extend(x.detach().clone() for x in floats(out)[:1])
-
-        with _Hooks(self.block, None, after):
-            return self._call(self.args, self.kwargs)
+        with ExitStack() as hooks:
+            for name, module in list(self.block.named_modules())[1:]:
+                hooks.enter_context(module.register_forward_hook(partial(after, name=name)))
+            return self.call(self.state, self.args, self.kwargs)
 
     def _run_piece(self) -> list[Tensor]:
         self.inside_norms = 0
@@ -189,11 +164,15 @@ class _PiecesTrial:
             raise _CannotRun("it takes no tensor of (batch, sequence, features)")
         values[place] = _as_piece(self._piece(values[place]))
         args, rest = values[: len(self.args)], values[len(self.args) :]
-        with _Hooks(self.block, self._enter, self._leave), _Marking(self):
-            return self._call(tuple(args), dict(zip(self.kwargs, rest)))
+        with ExitStack() as hooks:
+            for name, module in list(self.block.named_modules())[1:]:
+                hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, name=name), with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(partial(self._leave, name=name)))
+            hooks.enter_context(_Marking(self))
+            return self.call(self.state, tuple(args), dict(zip(self.kwargs, rest)))
 
-    def _enter(self, name: str, module: nn.Module, args: object) -> None:
-        gets_piece = any(getattr(x, _PIECE, False) for x in tensors_in(args))
+    def _enter(self, module: nn.Module, args: object, kwargs: object, name: str) -> None:
+        gets_piece = any(getattr(x, _PIECE, False) for x in tensors_in((args, kwargs)))
         if gets_piece and _is_norm(module) and not self.inside_norms:
             self._once(name)
             self.norms.add(name)
@@ -201,8 +180,8 @@ class _PiecesTrial:
         elif gets_piece and name in self.styles and not self.inside_norms:
             raise _CannotRun(f"no norm comes before {name}")
 
-    def _leave(self, name: str, module: nn.Module, out: object) -> Any:
-        first = floats(out)[:1]
+    def _leave(self, module: nn.Module, args: object, out: object, name: str) -> Any:
+        first = floats_in(out)[:1]
         if name in self.norms and self.inside_norms:
             self.inside_norms -= 1
             if not agree([self._piece(self.whole[name][0])], first):
@@ -214,10 +193,8 @@ class _PiecesTrial:
                 raise _CannotRun(f"{name} gets a piece of the sequence")
             return with_first(out, _as_piece(self._piece(self.whole[name][0])))
         is_source = is_splittable(module) if self.by_layer else not isinstance(module, nn.modules.dropout._DropoutNd)
-        if is_source:
-            for x in first:
-                if not getattr(x, _PIECE, False):
-                    _labelled(x, name)
+        if is_source and first and not getattr(first[0], _PIECE, False):
+            _labelled(first[0], name)
         return out
 
     def _once(self, name: str) -> None:
@@ -233,20 +210,17 @@ class _Marking(TorchFunctionMode):
         self.trial = trial
 
     def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
+        self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: Any = None
     ) -> object:
         tensors = tensors_in((args, kwargs))
         is_piece = any(getattr(x, _PIECE, False) for x in tensors)
         labels = [x.__dict__[_LABEL] for x in tensors if _LABEL in getattr(x, "__dict__", {})]
         if is_piece and not self.trial.inside_norms:
             for x in tensors:
-                if id(x) in self.trial.parameters:
-                    owner = self.trial.parameters[id(x)]
-                    raise _CannotRun(f"{owner} is used on pieces outside a norm, so its gradient would be a part")
+                if id(x) in self.trial.names:
+                    raise _CannotRun(
+                        f"{self.trial.names[id(x)]} is used on pieces outside a norm, so its gradient would be a part"
+                    )
             if labels:
                 raise _Mixed(labels[-1])
         out = func(*args, **(kwargs or {}))
@@ -258,43 +232,9 @@ class _Marking(TorchFunctionMode):
         return out
 
 
-class _Hooks:
-    """Calls functions before and after every module inside a block, by name."""
-
-    def __init__(self, block: nn.Module, before: Callable[..., None] | None, after: Callable[..., object]):
-        self.block, self.before, self.after = block, before, after
-
-    def __enter__(self) -> None:
-        self.hooks: list[RemovableHandle] = []
-        before = self.before
-        for name, module in self.block.named_modules():
-            if not name:
-                continue
-
-            def leave(module: nn.Module, args: object, out: object, name: str = name) -> object:
-                return self.after(name, module, out)
-
-            if before is not None:
-
-                def enter(module: nn.Module, args: object, kwargs: object, name: str = name) -> None:
-                    before(name, module, (args, kwargs))
-
-                self.hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            self.hooks.append(module.register_forward_hook(leave))
-
-    def __exit__(self, *exc: object) -> None:
-        for hook in self.hooks:
-            hook.remove()
-
-
 def is_stream(value: object) -> bool:
     """Return whether a value can be the activations of a sequence: (batch, sequence, features)."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 3
-
-
-def floats(out: object) -> list[Tensor]:
-    """Return the floating-point tensors of an output, in their order."""
-    return [x for x in tensors_in(out) if x.is_floating_point()]
 
 
 def with_first(out: Any, stream: Any) -> Any:
@@ -302,9 +242,9 @@ def with_first(out: Any, stream: Any) -> Any:
     if isinstance(out, Tensor):
         return stream
     if isinstance(out, dict):
-        place = next(key for key, value in out.items() if floats(value))
+        place = next(key for key, value in out.items() if floats_in(value))
         return type(out)({**out, place: with_first(out[place], stream)})
-    place = next(index for index, value in enumerate(out) if floats(value))
+    place = next(index for index, value in enumerate(out) if floats_in(value))
     items = [with_first(value, stream) if index == place else value for index, value in enumerate(out)]
     return type(out)(items)
 

@@ -8,29 +8,20 @@ values in one matrix, a norm over split features, heads that do not divide: all 
 A pair with parameters of its own in between (a norm of the queries, say) is not split either, because their gradients would be partial.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
+from torch.overrides import TorchFunctionMode
 
 from drivetrain.core.display import shown_bytes
 from drivetrain.module.blocks import find_blocks
+from drivetrain.module.probing import attributes_set, tensors_in
 from drivetrain.module.tensor_parallel import features, is_splittable, weight_dim
-from drivetrain.module.tensor_trials import (
-    agree,
-    in_evaluation,
-    inputs_of_blocks,
-    is_parameter,
-    made_up_inputs,
-    made_up_state,
-    outside_fake_mode,
-    structure_of,
-    tensors_in,
-)
+from drivetrain.module.tensor_trials import BlockTrial, agree, inputs_of_blocks, structure_of, trying
 
 MOST_TRIED = 2**28
 """Parameters of the largest block that is tried; it runs on real weights in float32, here of 1 GiB."""
@@ -45,13 +36,11 @@ class InferredPlan:
     remarks: list[str] = field(default_factory=list)
 
 
-@dataclass(kw_only=True)
-class _Pair:
+class _Pair(NamedTuple):
     """Layers that are split along outputs, and those that take these outputs in."""
 
     sources: set[str]
     sinks: set[str]
-    has_parameters_inside: bool = False
 
 
 def infer_tp_plan(model: nn.Module, size: int) -> InferredPlan:
@@ -82,77 +71,62 @@ def _infer_block(name: str, block: nn.Module, size: int, given: Any, remarks: li
             f"{name} was not tried, because its {count / 1e6:.0f} million parameters would take {shown_bytes(4 * count)}"
         )
         return {}
-    with outside_fake_mode(), torch.no_grad(), torch.random.fork_rng(devices=[]), in_evaluation(block):
-        torch.manual_seed(0)  # forked: the numbers drawn here leave no trace
-        state = made_up_state(block)
-        args, kwargs = made_up_inputs(block) if given is None else given
+    with trying(block):
         try:
-            trial = _SplitTrial(block, state, args, kwargs)
+            trial = _SplitTrial(block, given)
         except Exception as error:  # the block needs other arguments, or code that cannot be followed
             remarks.append(f"{name} could not be tried ({type(error).__name__}: {str(error).splitlines()[0][:200]})")
             return {}
         styles: dict[str, str] = {}
         for pair in trial.pairs:
-            layers = ", ".join(sorted(pair.sources | pair.sinks))
             reason = trial.why_not(pair, size)
-            if reason is not None:
+            if reason is None:
+                styles |= dict.fromkeys(pair.sources, "colwise") | dict.fromkeys(pair.sinks, "rowwise")
+            else:
+                layers = ", ".join(sorted(pair.sources | pair.sinks))
                 remarks.append(f"{name}: {layers} are not split, because {reason}")
-                continue
-            styles.update(dict.fromkeys(pair.sources, "colwise"))
-            styles.update(dict.fromkeys(pair.sinks, "rowwise"))
         return styles
 
 
-class _SplitTrial:
-    """One block with made-up weights: how it runs whole, and how it would run split."""
+class _SplitTrial(BlockTrial):
+    """One block: how it runs whole, and how it would run split."""
 
-    def __init__(self, block: nn.Module, state: dict[str, Tensor], args: tuple[object, ...], kwargs: dict[str, object]):
-        self.block, self.state, self.args, self.kwargs = block, state, args, kwargs
+    def __init__(self, block: nn.Module, given: Any):
+        super().__init__(block, given)
         self.layers = {name: module for name, module in block.named_modules() if is_splittable(module)}
         self.results: dict[str, list[Tensor]] = {}
         """What each layer returned, call by call, when nothing was split."""
+        self.inside: set[str] = set()
+        """Layers whose outputs met other parameters."""
         self.pairs = self._follow()
-
-    def _run(self, state: Mapping[str, Tensor]) -> list[Tensor]:
-        with BaseTorchFunctionMode():  # torch's encoder layers take no fused path while a mode looks on
-            out = torch.func.functional_call(self.block, dict(state), self.args, self.kwargs, tie_weights=True)
-        return [x for x in tensors_in(out) if x.is_floating_point()]
 
     def _follow(self) -> list[_Pair]:
         """Run the block whole and pair its layers by what reaches them, in the order in which they run."""
         closed_by: dict[str, set[str]] = {}  # sinks and the sources they close
-        inside: set[str] = set()  # sources whose outputs met other parameters
-
-        def enter(name: str, x: Tensor) -> None:
-            feeds: frozenset[str] = getattr(x, _ATTRIBUTE, frozenset())
-            open_sources = {source for source in feeds if source not in closed_by}
-            if open_sources and name not in closed_by:
-                closed_by[name] = open_sources
-
-        hooks = []
-        for name, layer in self.layers.items():
-
-            def before(module: nn.Module, args: Any, name: str = name) -> None:
-                enter(name, args[0])
-
-            def after(module: nn.Module, args: object, out: Tensor, name: str = name) -> None:
-                self.results.setdefault(name, []).append(out.detach().clone())
-                setattr(out, _ATTRIBUTE, frozenset({name}))
-
-            hooks += [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
         own = {name for layer in self.layers for name in (f"{layer}.weight", f"{layer}.bias")}
-        others = {id(t) for name, t in self.state.items() if name not in own and is_parameter(self.block, name)}
-        try:
-            with _Following(others, inside):
-                self.whole = self._run(self.state)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return _pairs(closed_by, inside)
+        others = {key for key, name in self.parameters().items() if name not in own}
+        with ExitStack() as hooks:
+            for name, layer in self.layers.items():
+
+                def before(module: nn.Module, args: Any, name: str = name) -> None:
+                    feeds: frozenset[str] = getattr(args[0], _ATTRIBUTE, frozenset())
+                    open_sources = {source for source in feeds if source not in closed_by}
+                    if open_sources and name not in closed_by:
+                        closed_by[name] = open_sources
+
+                def after(module: nn.Module, args: object, out: Tensor, name: str = name) -> None:
+                    self.results.setdefault(name, []).append(out.detach().clone())
+                    setattr(out, _ATTRIBUTE, frozenset({name}))
+
+                hooks.enter_context(layer.register_forward_pre_hook(before))
+                hooks.enter_context(layer.register_forward_hook(after))
+            hooks.enter_context(_Following(others, self.inside))
+            self.whole = self.call(self.state, self.args, self.kwargs)
+        return _pairs(closed_by)
 
     def why_not(self, pair: _Pair, size: int) -> str | None:
         """Return why a pair cannot be split over so many ranks, or None if it can."""
-        if pair.has_parameters_inside:
+        if pair.sources & self.inside:
             return "parameters between them would have partial gradients"
         for name in pair.sources | pair.sinks:
             if features(self.layers[name], "colwise" if name in pair.sources else "rowwise") % size:
@@ -169,8 +143,8 @@ class _SplitTrial:
                 return "their outputs are used elsewhere too"
         for name, parts in shares.items():
             bias = self.state.get(f"{name}.bias")
-            total = sum(parts[1:], parts[0]) if bias is None else sum(parts[1:], parts[0]) + bias
-            if not agree(self.results[name], [total]):
+            total = sum(parts[1:], parts[0])
+            if not agree(self.results[name], [total if bias is None else total + bias]):
                 return "the partial results do not add up to the full result: the code between them mixes features of different ranks"
         return None
 
@@ -179,25 +153,23 @@ class _SplitTrial:
         state = dict(self.state)
         for name in pair.sources | pair.sinks:
             style = "colwise" if name in pair.sources else "rowwise"
-            dim = weight_dim(self.layers[name], style)
-            state[f"{name}.weight"] = _share(state[f"{name}.weight"], dim, rank, size)
-            if f"{name}.bias" in state:
-                bias = state[f"{name}.bias"]
-                state[f"{name}.bias"] = _share(bias, 0, rank, size) if style == "colwise" else torch.zeros_like(bias)
-        hooks = []
-        for name in pair.sinks:
+            weight, bias = f"{name}.weight", f"{name}.bias"
+            state[weight] = _share(state[weight], weight_dim(self.layers[name], style), rank, size)
+            if bias in state:
+                is_split = style == "colwise"
+                state[bias] = _share(state[bias], 0, rank, size) if is_split else torch.zeros_like(state[bias])
+        # Layers that remember their width (transformers' Conv1D) have one rank's share of it.
+        sources = [self.layers[name] for name in pair.sources]
+        wide: list[Any] = [layer for layer in sources if not isinstance(layer, nn.Linear)]
+        with ExitStack() as hooks, attributes_set((layer, "nf", layer.nf // size) for layer in wide):
+            for name in pair.sinks:
 
-            def after(module: nn.Module, args: object, out: Tensor, name: str = name) -> Tensor:
-                shares[name].append(out.detach().clone())
-                return self.results[name][0].view_as(out).clone()
+                def after(module: nn.Module, args: object, out: Tensor, name: str = name) -> Tensor:
+                    shares[name].append(out.detach().clone())
+                    return self.results[name][0].view_as(out).clone()
 
-            hooks.append(self.layers[name].register_forward_hook(after))
-        try:
-            with _local_widths([self.layers[name] for name in pair.sources], size):
-                return self._run(state)
-        finally:
-            for hook in hooks:
-                hook.remove()
+                hooks.enter_context(self.layers[name].register_forward_hook(after))
+            return self.call(state, self.args, self.kwargs)
 
 
 class _Following(TorchFunctionMode):
@@ -208,11 +180,7 @@ class _Following(TorchFunctionMode):
         self.others, self.inside = others, inside
 
     def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
+        self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: Any = None
     ) -> object:
         out = func(*args, **(kwargs or {}))
         tensors = tensors_in((args, kwargs))
@@ -225,32 +193,14 @@ class _Following(TorchFunctionMode):
         return out
 
 
-def _pairs(closed_by: Mapping[str, set[str]], inside: set[str]) -> list[_Pair]:
+def _pairs(closed_by: Mapping[str, set[str]]) -> list[_Pair]:
     """Return the pairs of sinks and their sources; sinks that share a source are one."""
     pairs: list[_Pair] = []
     for sink, sources in closed_by.items():
-        pair = _Pair(sources=set(sources), sinks={sink})
-        for other in [other for other in pairs if other.sources & pair.sources]:
-            pairs.remove(other)
-            pair.sources |= other.sources
-            pair.sinks |= other.sinks
-        pairs.append(pair)
-    for pair in pairs:
-        pair.has_parameters_inside = bool(pair.sources & inside)
+        joined = [pair for pair in pairs if pair.sources & sources]
+        pairs = [pair for pair in pairs if pair not in joined]
+        pairs.append(_Pair(sources.union(*(p.sources for p in joined)), {sink}.union(*(p.sinks for p in joined))))
     return pairs
-
-
-@contextmanager
-def _local_widths(layers: list[nn.Module], size: int) -> Iterator[None]:
-    """Let layers that remember their width (transformers' Conv1D) have one rank's share of it."""
-    remembered = [(layer, layer.nf) for layer in layers if not isinstance(layer, nn.Linear)]
-    for layer, width in remembered:
-        layer.nf = width // size  # type: ignore[assignment,operator]
-    try:
-        yield
-    finally:
-        for layer, width in remembered:
-            layer.nf = width
 
 
 def _share(tensor: Tensor, dim: int, rank: int, size: int) -> Tensor:

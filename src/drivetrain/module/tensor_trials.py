@@ -4,18 +4,49 @@ This tests without a process group whether a block that is split over ranks woul
 """
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.overrides import BaseTorchFunctionMode
 
 from drivetrain.module.blocks import BlockGroup
+from drivetrain.module.probing import LENGTH, ROWS, floats_in, in_evaluation
 from drivetrain.module.tensor_parallel import features, is_splittable
 
-_ROWS, LENGTH = 2, 8
 _TOLERANCE = 1e-4
+
+
+class BlockTrial:
+    """One block with made-up weights, and with the arguments that its model gives it or made-up ones."""
+
+    def __init__(self, block: nn.Module, given: Any, length: int = LENGTH):
+        self.block, self.state = block, made_up_state(block)
+        self.args: tuple[Any, ...]
+        self.kwargs: dict[str, Any]
+        self.args, self.kwargs = given or _made_up_inputs(block, length)
+
+    def call(self, state: Mapping[str, Tensor], args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[Tensor]:
+        """Return the floating-point tensors that the block returns."""
+        with BaseTorchFunctionMode():  # torch's encoder layers take no fused path while a mode is active
+            return floats_in(torch.func.functional_call(self.block, dict(state), args, dict(kwargs), tie_weights=True))
+
+    def parameters(self) -> dict[int, str]:
+        """Return the names of the made-up parameters by identity."""
+        owners = {name: self.block.get_submodule(name.rpartition(".")[0]) for name in self.state}
+        return {id(t): name for name, t in self.state.items() if name.rpartition(".")[2] in owners[name]._parameters}
+
+
+@contextmanager
+def trying(block: nn.Module) -> Iterator[None]:
+    """Run trials of a block inside a context, in evaluation mode and with a fixed seed. No change of state remains."""
+    # A simulation may have entered a fake-tensor mode, but a trial needs values.
+    with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices=[]), in_evaluation(block):
+        torch.manual_seed(0)
+        yield
 
 
 class _SeenCall(Exception):
@@ -25,29 +56,28 @@ class _SeenCall(Exception):
 def inputs_of_blocks(model: nn.Module, families: list[BlockGroup], length: int = LENGTH) -> dict[nn.Module, Any]:
     """Return what the first block of each family is called with when the model reads a few tokens; empty if it is not known."""
     embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
-    if embedding is None or any(not _is_real(tensor) for tensor in [*model.parameters(), *model.buffers()]):
+    if embedding is None or not all(map(_is_real, [*model.parameters(), *model.buffers()])):
         return {}
     seen: dict[nn.Module, object] = {}
 
-    def note(block: nn.Module, args: Any, kwargs: Any) -> None:
-        kept = {key: _plain(value) for key, value in kwargs.items()}
-        seen.setdefault(block, (tuple(map(_plain, args)), kept))
+    def note(block: nn.Module, args: object, kwargs: object) -> None:
+        seen.setdefault(block, (_plain(args), _plain(kwargs)))
         if len(seen) == len(families):
             raise _SeenCall
 
-    hooks = [family.members[0].register_forward_pre_hook(note, with_kwargs=True) for family in families]
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), in_evaluation(model):
-            tokens = torch.randint(0, min(embedding.num_embeddings, 100), (_ROWS, length)).to(embedding.weight.device)
-            names = inspect.signature(model.forward).parameters
-            model(tokens, **({"decoder_input_ids": tokens} if "decoder_input_ids" in names else {}))
-    except _SeenCall:
-        pass
-    except Exception:  # the model wants something other than tokens; each block is then tried on its own
-        return {}
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks:
+        for family in families:
+            hooks.enter_context(family.members[0].register_forward_pre_hook(note, with_kwargs=True))
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), in_evaluation(model):
+                most = min(embedding.num_embeddings, 100)
+                tokens = torch.randint(0, most, (ROWS, length)).to(embedding.weight.device)
+                names = inspect.signature(model.forward).parameters
+                model(tokens, **({"decoder_input_ids": tokens} if "decoder_input_ids" in names else {}))
+        except _SeenCall:
+            pass
+        except Exception:  # the model wants something other than tokens; each block is then tried on its own
+            return {}
     return seen
 
 
@@ -63,16 +93,16 @@ def _plain(value: object) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else None
 
 
-def made_up_inputs(block: nn.Module, length: int = LENGTH) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _made_up_inputs(block: nn.Module, length: int) -> tuple[tuple[Tensor, ...], dict[str, object]]:
     """Return a random sequence as wide as the block's first norm or matrix."""
     for module in block.modules():
         shape = getattr(module, "normalized_shape", None)
         if isinstance(module, nn.LayerNorm | nn.RMSNorm) and shape:
-            return (torch.randn(_ROWS, length, *shape),), {}
+            return (torch.randn(ROWS, length, *shape),), {}
         if isinstance(module, nn.MultiheadAttention):
-            return (torch.randn(_ROWS, length, module.embed_dim),), {}
+            return (torch.randn(ROWS, length, module.embed_dim),), {}
         if is_splittable(module):
-            return (torch.randn(_ROWS, length, features(module, "rowwise")),), {}
+            return (torch.randn(ROWS, length, features(module, "rowwise")),), {}
     return (), {}
 
 
@@ -83,47 +113,18 @@ def made_up_state(block: nn.Module) -> dict[str, Tensor]:
         shape = tuple(parameter.shape)
         state[name] = torch.randn(shape) / max(1, shape[-1]) ** 0.5 if len(shape) > 1 else torch.rand(shape) + 0.5
     for name, buffer in block.named_buffers():
+        shape = tuple(buffer.shape)
         if _is_real(buffer):
             state[name] = _plain(buffer)
-        elif buffer.dtype is torch.bool:
-            state[name] = torch.ones(tuple(buffer.shape), dtype=torch.bool)
+        elif buffer.is_floating_point():
+            state[name] = torch.randn(shape)
         else:
-            values = torch.randn(tuple(buffer.shape))
-            state[name] = values if buffer.is_floating_point() else torch.zeros_like(values, dtype=buffer.dtype)
+            state[name] = torch.full(shape, buffer.dtype is torch.bool, dtype=buffer.dtype)
     return state
 
 
-@contextmanager
-def in_evaluation(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode inside a context."""
-    modes = [(child, child.training) for child in module.modules()]
-    for child, _ in modes:
-        child.training = False
-    try:
-        yield
-    finally:
-        for child, mode in modes:
-            child.training = mode
-
-
-def outside_fake_mode() -> Any:
-    """Leave a fake-tensor mode that a simulation may have entered: the test needs values."""
-    from torch._subclasses import fake_tensor
-
-    leave = getattr(fake_tensor, "unset_fake_temporarily", None)
-    return nullcontext() if leave is None else leave()
-
-
 def _is_real(tensor: Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
-
-
-def is_parameter(block: nn.Module, name: str) -> bool:
-    """Return whether a name in a block's state belongs to a parameter."""
-    owner, _, key = name.rpartition(".")
-    return key in block.get_submodule(owner)._parameters
 
 
 def structure_of(block: nn.Module) -> tuple[Any, ...]:
@@ -132,21 +133,8 @@ def structure_of(block: nn.Module) -> tuple[Any, ...]:
     return shapes, tuple((name, type(module).__name__) for name, module in block.named_modules())
 
 
-def tensors_in(value: object) -> list[Tensor]:
-    """Return the tensors of nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [x for item in value.values() for x in tensors_in(item)]
-    if isinstance(value, list | tuple):
-        return [x for item in value for x in tensors_in(item)]
-    return []
-
-
 def agree(expected: list[Tensor], found: list[Tensor]) -> bool:
     """Return whether tensors are equal up to rounding."""
     if [x.shape for x in expected] != [x.shape for x in found]:
         return False
-    return all(
-        bool((first - second).abs().max() <= _TOLERANCE * first.abs().max()) for first, second in zip(expected, found)
-    )
+    return all(bool((a - b).abs().max() <= _TOLERANCE * a.abs().max()) for a, b in zip(expected, found))
