@@ -54,8 +54,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no checkpoint at this path."""
 
-    def __str__(self) -> str:  # OSError would look for an errno
-        return Exception.__str__(self)
+    __str__ = Exception.__str__  # OSError would look for an errno
 
 
 def checkpoint_name(id: object) -> str:
@@ -159,9 +158,7 @@ class Manifest:
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise CheckpointError(f"{MANIFEST} is not the manifest of a {FORMAT}")
         if content.get("version") != VERSION:
-            raise CheckpointError(
-                f"{MANIFEST} has format version {content.get('version')!r}; this library reads {VERSION}"
-            )
+            raise CheckpointError(f"{MANIFEST} has version {content.get('version')!r}; this library reads {VERSION}")
         stated = content.pop("sha256", None)
         try:
             actual = _content_hash(content)

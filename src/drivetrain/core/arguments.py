@@ -115,9 +115,7 @@ def check_callable(name: str, value: object, example: str, num_arguments: int = 
     try:  # of a module, the arguments are those of its forward
         inspect.signature(getattr(value, "forward", value)).bind(*[None] * num_arguments)
     except TypeError as error:
-        raise ConfigTypeError(
-            f"{_given(name, value)} cannot be called like this: {error}. Expected {example}."
-        ) from None
+        raise ConfigTypeError(f"{_given(name, value)} cannot be called so: {error}. Expected {example}.") from None
     except ValueError:
         return  # a built-in without a signature
 

@@ -21,6 +21,7 @@ _OWN_NAMES = frozenset(name for base in _BASES for name in vars(base))
 _HOOK_NAMES = (*EVENT_OF_HOOK, *OCCASIONAL_HOOKS)
 _EVENT_NAMES = tuple(event.value for event in Event)
 _CALLED_BY_NAME = frozenset({*_EVENT_NAMES, "run_event", "close", "post_close"})
+_FORMS = {"match": ("event", "state"), "apply": ("event", "state", "logger"), "close": ("state", "logger")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +45,6 @@ class Binding:
         return lambda: act() if wants_to() else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """What plugins are called with."""
-
-    state: object
-    logger: Logger
-    host: Callable[[], object]
-
-
 def phase_of(plugin: object) -> Phase:
     """Return the phase of an event in which `plugin` runs; without one, a plugin with `apply` is an algorithm."""
     phase = getattr(plugin, "phase", "algorithm" if hasattr(plugin, "apply") else "callback")
@@ -68,12 +60,9 @@ def check_plugin(plugin: object) -> None:
     phase_of(plugin)
     _check_events(plugin)
     _check_spelling(plugin)
-    if _defines(plugin, "match"):
-        _check_form(plugin, "match", ("event", "state"))
-    if _defines(plugin, "apply"):
-        _check_form(plugin, "apply", ("event", "state", "logger"))
-    if _defines(plugin, "close") and _parameters(plugin, "close"):
-        _check_form(plugin, "close", ("state", "logger"))
+    for method, expected in _FORMS.items():
+        if _defines(plugin, method) and (method != "close" or _parameters(plugin, method)):
+            _check_form(plugin, method, expected)
     for member in getattr(plugin, "members", ()):
         check_plugin(member)
     if not _attends_anything(plugin):
@@ -84,10 +73,11 @@ def check_plugin(plugin: object) -> None:
         )
 
 
-def bindings_of(plugin: Any, event: Event, around: Surroundings) -> Iterator[Binding]:
+def bindings_of(
+    plugin: Any, event: Event, state: object, logger: Logger, host: Callable[[], object]
+) -> Iterator[Binding]:
     """Yield what `plugin` does at `event`: its `apply`, its `run_event`, its method of that name."""
-    name, phase, state, logger = plugin_name(plugin), phase_of(plugin), around.state, around.logger
-    make = partial(Binding, plugin=plugin, event=event, name=name, phase=phase)
+    make = partial(Binding, plugin=plugin, event=event, name=plugin_name(plugin), phase=phase_of(plugin))
     if _defines(plugin, "apply") and subscribes(plugin, event):
         asks = partial(plugin.match, event, state) if _defines(plugin, "match") else None
         yield make(act=partial(plugin.apply, event, state, logger), wants_to=asks)
@@ -102,7 +92,8 @@ def bindings_of(plugin: Any, event: Event, around: Surroundings) -> Iterator[Bin
         _check_form(plugin, method, ("state", "logger"))
         yield make(act=partial(getattr(plugin, method), state, logger))
     else:
-        yield make(act=_hook_call(plugin, method, SPELLINGS[event].arguments, around))
+        names = _accepted(plugin, method, SPELLINGS[event].arguments)
+        yield make(act=_hook_call(getattr(plugin, method), names, state, host))
 
 
 def subscribes(plugin: object, event: Event) -> bool:
@@ -127,9 +118,8 @@ def method_for(plugin: object, event: Event) -> str | None:
 def call_named(plugin: object, name: str, host: object, arguments: Settings) -> None:
     """Call the plugin's method `name`, if it has one, with the host and those arguments that it names."""
     if _defines(plugin, name):
-        method = getattr(plugin, name)
         accepted = _accepted(plugin, name, tuple(arguments))
-        method(host, **{argument: arguments[argument] for argument in accepted})
+        getattr(plugin, name)(host, **{argument: arguments[argument] for argument in accepted})
 
 
 def call_closing(plugin: object, method: str, arguments: tuple[object, ...]) -> None:
@@ -139,10 +129,10 @@ def call_closing(plugin: object, method: str, arguments: tuple[object, ...]) -> 
         bound(*(arguments if inspect.signature(bound).parameters else ()))
 
 
-def _hook_call(plugin: object, method: str, carried: tuple[str, ...], around: Surroundings) -> Callable[[], object]:
+def _hook_call(
+    bound: Callable[..., object], names: tuple[str, ...], state: object, host: Callable[[], object]
+) -> Callable[[], object]:
     """Return a callable that calls an `on_*` method with the host and the state's present values."""
-    bound, host, state = getattr(plugin, method), around.host, around.state
-    names = _accepted(plugin, method, carried)
     if not names:
         return lambda: bound(host())
     return lambda: bound(host(), **{name: getattr(state, name) for name in names})
@@ -275,9 +265,8 @@ def watched(act: Callable[[], object], binding: Binding, state: object) -> Calla
     def call() -> object:
         fields, versions = _fields(state), dict(_versions(state))
         result = act()
-        changed = _differing(fields, _fields(state), operator.is_) + _differing(
-            versions, dict(_versions(state)), operator.eq
-        )
+        changed = _differing(fields, _fields(state), operator.is_)
+        changed += _differing(versions, dict(_versions(state)), operator.eq)
         for field, what in changed:
             if field not in allowed:
                 raise EngineError(

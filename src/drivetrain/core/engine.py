@@ -13,16 +13,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from drivetrain.core.binding import (
-    Binding,
-    Surroundings,
-    bindings_of,
-    call_closing,
-    call_named,
-    check_plugin,
-    phase_of,
-    watched,
-)
+from drivetrain.core.binding import Binding, bindings_of, call_closing, call_named, check_plugin, phase_of, watched
 from drivetrain.core.errors import ConfigError, EngineError, unknown_name
 from drivetrain.core.event import LOOP, Event
 from drivetrain.core.ordering import check_conflicts, order_events
@@ -51,17 +42,12 @@ _CLOSED = "The engine is closed."
 
 
 class _RunLists(dict[Event, tuple[Callable[[], object], ...]]):
-    """The callables of every event; an event may also be named by a string."""
+    """The callables of every event; an event may also be named by a string. Those of a closed engine are empty."""
 
     def __missing__(self, event: str) -> tuple[Callable[[], object], ...]:
+        if not self:
+            raise EngineError(f"{_CLOSED} {event} cannot be fired.")
         return self[Event(event)]
-
-
-class _ClosedRunLists(_RunLists):
-    """What a closed engine holds instead."""
-
-    def __missing__(self, event: str) -> tuple[Callable[[], object], ...]:
-        raise EngineError(f"{_CLOSED} {event} cannot be fired.")
 
 
 class Fire:
@@ -130,6 +116,8 @@ class Engine:
         self._found: dict[Event, tuple[Binding, ...]] = {}
         self._bindings: dict[Event, tuple[Binding, ...]] = {}
         self._calls: _RunLists = _RunLists()
+        self.is_closed = False
+        """Whether `close()` was called."""
         self.on = Fire()
         """The events as methods, for a loop to hold; kept up to date when plugins change."""
         self._guarded: list[tuple[Fire, Callable[[Callable[[], object]], object]]] = []
@@ -142,11 +130,6 @@ class Engine:
         """The plugins in the user's order."""
         return self._plugins
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close()` was called."""
-        return isinstance(self._calls, _ClosedRunLists)
-
     def set_plugins(self, plugins: Iterable[object]) -> None:
         """Check the plugins and sort every event's list; they run from the next event on."""
         self._require_open()
@@ -154,10 +137,8 @@ class Engine:
         for plugin in plugins:
             check_plugin(plugin)
         check_conflicts(plugins)
-        around = Surroundings(state=self.state, logger=self.logger, host=self._host)
-        found = {
-            event: {id(plugin): tuple(bindings_of(plugin, event, around)) for plugin in plugins} for event in Event
-        }
+        around = (self.state, self.logger, self._host)
+        found = {event: {id(one): tuple(bindings_of(one, event, *around)) for one in plugins} for event in Event}
         attending = {event: [plugin for plugin in plugins if found[event][id(plugin)]] for event in Event}
         orders = order_events(plugins, attending)
         passed = {event: self._pass(order, event) for event, order in orders.items()}
@@ -229,9 +210,9 @@ class Engine:
         return _draw(self._bindings, self._measured, notes or {})
 
     def close(self) -> None:
-        """Let every plugin finish; afterwards the engine rejects to work. A second call does nothing."""
+        """Let every plugin finish; afterwards the engine raises errors. A second call does nothing."""
         if not self.is_closed:
-            self._calls = _ClosedRunLists()
+            self.is_closed, self._calls = True, _RunLists()
             for event in Event:
                 self.on.set(event, (partial(self.fire, event),))  # says that the engine is closed
             self.close_plugins()
@@ -258,11 +239,13 @@ class Engine:
             event: tuple(replace(binding, act=self._instrumented(binding)) for binding in bindings)
             for event, bindings in self._found.items()
         }
-        self._calls = _RunLists(
-            (event, tuple(self._call(binding, order) for order, binding in enumerate(bindings)))
-            for event, bindings in self._bindings.items()
-        )
-        for event, calls in self._calls.items():
+        calls: tuple[Callable[[], object], ...]
+        for event, bindings in self._bindings.items():
+            if self.traces.maxlen:
+                calls = tuple(partial(self._run_traced, binding, order) for order, binding in enumerate(bindings))
+            else:
+                calls = tuple(binding.call() for binding in bindings)
+            self._calls[event] = calls
             self.on.set(event, calls)
             for fire, guard in self._guarded:
                 fire.set(event, (partial(guard, partial(_walk, calls)),) if calls else ())
@@ -276,9 +259,6 @@ class Engine:
         self._guarded = [(fire, guard)]
         self._compile()
         return fire
-
-    def _call(self, binding: Binding, order: int) -> Callable[[], object]:
-        return partial(self._run_traced, binding, order) if self.traces.maxlen else binding.call()
 
     def _instrumented(self, binding: Binding) -> Callable[[], object]:
         """Return what the plugin does, timed and watched where that was asked for."""
@@ -379,14 +359,12 @@ def _draw(
 
 def _describe(binding: Binding, measured: Sequence[float] | None) -> str:
     words = [f"{binding.name:<24}", binding.phase]
-    words += [f"{verb} {', '.join(names)}" for verb, names in _declarations(binding.plugin) if names]
+    for verb in ("reads", "writes"):
+        if names := getattr(binding.plugin, verb, ()):
+            words.append(f"{verb} {', '.join(names)}")
     if binding.wants_to is not None:
         words.append("asks match")
     if measured and measured[0]:
         calls, seconds = measured
         words.append(f"{seconds / calls * 1e6:.1f} µs × {int(calls)} calls")
     return "  ".join(words)
-
-
-def _declarations(plugin: object) -> tuple[tuple[str, Sequence[str]], ...]:
-    return ("reads", getattr(plugin, "reads", ())), ("writes", getattr(plugin, "writes", ()))

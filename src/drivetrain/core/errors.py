@@ -75,8 +75,7 @@ class StateError(DrivetrainError, ValueError):
 class BatchOutputError(DrivetrainError, KeyError):
     """A loss hook returned something the loop cannot use."""
 
-    def __str__(self) -> str:  # KeyError would print the repr of the message
-        return Exception.__str__(self)
+    __str__ = Exception.__str__  # KeyError would print the repr of the message
 
 
 class BatchError(ConfigError, RuntimeError, IndexError, TypeError):
@@ -90,8 +89,7 @@ class CheckpointError(DrivetrainError, RuntimeError):
 class CheckpointsExistError(CheckpointError, ConfigError, FileExistsError):
     """A new run would replace the checkpoints of an earlier one."""
 
-    def __str__(self) -> str:  # OSError would look for an errno
-        return Exception.__str__(self)
+    __str__ = Exception.__str__  # OSError would look for an errno
 
 
 class FolderInUseError(CheckpointError, ConfigError):

@@ -4,8 +4,8 @@ The picture below is the loop itself. It is a constant, because `Engine.explain(
 plugin in place: the documentation and the report cannot drift apart.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from drivetrain.core.errors import ConfigError, unknown_name
 
@@ -177,8 +177,7 @@ TRUE_PAIRS: tuple[tuple[Event, Event], ...] = (
 _PARTNERS: dict[Event, Event] = {a: b for first, second in TRUE_PAIRS for a, b in ((first, second), (second, first))}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spelling:
+class Spelling(NamedTuple):
     """How a trainer callback spells one event: its `on_*` method, the older names for it, and the arguments it receives.
 
     `on_*` methods are called `method(trainer, **arguments)`. The arguments are read from attributes of the same name of the state
@@ -190,7 +189,7 @@ class Spelling:
 
 
 def _spelt(*names: str, carries: str = "") -> Spelling:
-    return Spelling(names=names, arguments=tuple(carries.split()))
+    return Spelling(names, tuple(carries.split()))
 
 
 SPELLINGS: dict[Event, Spelling] = {
@@ -229,9 +228,3 @@ def spellings(event: Event) -> tuple[str, ...]:
     """
     spelling = SPELLINGS.get(event)
     return (*(spelling.names if spelling else ()), event.value)
-
-
-def hook_name(event: Event) -> str | None:
-    """Return the canonical `on_*` name of `event`, or None when trainer callbacks have no name for it."""
-    spelling = SPELLINGS.get(event)
-    return spelling.names[0] if spelling else None

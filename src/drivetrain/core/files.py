@@ -13,7 +13,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,32 +36,33 @@ _BINARY = getattr(os, "O_BINARY", 0)
 
 def is_regular(path: Path) -> bool:
     """Return whether a path is a regular file; a link to one is not."""
-    try:
-        return stat.S_ISREG(os.lstat(path).st_mode)
-    except (OSError, ValueError):
-        return False
+    return stat.S_ISREG(_mode(path))
 
 
 def is_real_folder(path: Path) -> bool:
     """Return whether a path is a folder; a link to one is not."""
+    return stat.S_ISDIR(_mode(path))
+
+
+def _mode(path: Path) -> int:
     try:
-        return stat.S_ISDIR(os.lstat(path).st_mode)
+        return os.lstat(path).st_mode
     except (OSError, ValueError):
-        return False
+        return 0
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
     """Open a regular file and return its descriptor; anything else, a link to a file included, is an `OSError`."""
     try:
         descriptor = os.open(path, flags | _NO_LINK | _BINARY, mode)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a FIFO opened for writing without a reader
-            raise _not_regular(path) from None
-        raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode) or (not _NO_LINK and os.path.islink(path)):
+        if stat.S_ISREG(os.fstat(descriptor).st_mode) and (_NO_LINK or not os.path.islink(path)):
+            return descriptor
         os.close(descriptor)
-        raise _not_regular(path)
-    return descriptor
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link; a FIFO opened for writing without a reader
+            raise
+    reason = "it is not a regular file (a link, FIFO, device or folder), so it is not opened"
+    raise OSError(errno.EINVAL, reason, str(path))
 
 
 def open_to_read(path: Path) -> io.BufferedReader:
@@ -93,12 +94,8 @@ def load_json(data: str | bytes) -> Any:
         return value
     level = [value]
     for _ in range(JSON_DEPTH + 1):
-        level = [
-            item
-            for one in level
-            if isinstance(one, dict | list)
-            for item in (one.values() if isinstance(one, dict) else one)
-        ]
+        containers = [one for one in level if isinstance(one, dict | list)]
+        level = [item for one in containers for item in (one.values() if isinstance(one, dict) else one)]
     if level:
         raise ValueError(f"it is nested more than {JSON_DEPTH} times")
     return value
@@ -164,19 +161,13 @@ def _create_aside(path: Path, mode: int) -> tuple[Path, BinaryIO, int | None]:
         descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK | _BINARY, mode)
         lock = None
         if fcntl is not None:
-            try:
+            with suppress(
+                OSError
+            ):  # a file system without locks, or a process that is removing leftovers at this moment
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 lock = os.dup(descriptor)  # a lock belongs to the open file, so it lasts until the rename
-            except OSError:  # a file system without locks, or a process that is removing leftovers at this moment
-                lock = None
         if aside.exists():
             return aside, os.fdopen(descriptor, "wb"), lock
         for held in (descriptor, lock):
             if held is not None:
                 os.close(held)
-
-
-def _not_regular(path: Path) -> OSError:
-    return OSError(
-        errno.EINVAL, "it is not a regular file (a link, FIFO, device or folder), so it is not opened", str(path)
-    )

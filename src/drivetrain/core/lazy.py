@@ -29,12 +29,6 @@ class Provider(Protocol):
 _provider: str | None = None
 
 
-def set_provider(module: str) -> None:
-    """Name the provider; the root package does so when it is imported, before any folder is."""
-    global _provider
-    _provider = module
-
-
 def provider() -> Provider | None:
     """Return the provider, or None while the root package is still being imported."""
     return None if _provider is None else cast(Provider, importlib.import_module(_provider))
@@ -84,6 +78,7 @@ def lazy_exports(
     submodules = frozenset([*modules, *(name for parent, _, name in seconds if parent == package)])
     quiet = _homes(unlisted or {})
     home = {**_homes(exports), **quiet, **_homes(added.EXPORTS.get(package, {}) if added else {})}
+    listed = [name for name in home if name not in quiet]
 
     def getattr_(name: str) -> object:
         if name in submodules:
@@ -98,19 +93,17 @@ def lazy_exports(
         setattr(sys.modules[package], name, value)
         return value
 
-    names = list(home)
-    listed = [name for name in names if name not in quiet]
-
     def dir_() -> list[str]:
         return [*listed, *sorted(submodules), *(name for name in vars(sys.modules[package]) if name.startswith("__"))]
 
     TABLES[package] = (home, submodules)
-    return getattr_, dir_, names
+    return getattr_, dir_, list(home)
 
 
 def use_provider(module: str) -> None:
-    """Name the module that adds names of other libraries; to packages that were imported before, they are added unlisted."""
-    set_provider(module)
+    """Name the provider; the root package does so first. To packages that were imported before, its names are added unlisted."""
+    global _provider
+    _provider = module
     added = provider()
     for package, (home, _) in TABLES.items():
         home.update(_homes(added.EXPORTS.get(package, {}) if added else {}))
@@ -118,9 +111,5 @@ def use_provider(module: str) -> None:
 
 def _homes(exports: Exports) -> dict[str, tuple[str, str]]:
     """Return the module and the name behind each public name."""
-    homes = {}
-    for module, names in exports.items():
-        for entry in names:
-            public, _, private = entry.partition("=")
-            homes[public] = (module, private or public)
-    return homes
+    entries = [(module, *entry.partition("=")) for module, names in exports.items() for entry in names]
+    return {public: (module, private or public) for module, public, _, private in entries}

@@ -113,10 +113,6 @@ class FolderLock:
             logger.warning("the lock %s cannot be removed: %s", self.path, error)
         self._token = ""
 
-    def forget(self) -> None:
-        """Hold the lock no longer, and leave its file: it is another process's."""
-        self._token = ""
-
     def beat(self) -> None:
         """Show that the owner lives; a lock that is gone or cannot be touched is warned about once."""
         try:
@@ -205,9 +201,8 @@ class _Hearts:
             if self._thread is not None:
                 return
             self._stop = queue.SimpleQueue()
-            thread = self._thread = threading.Thread(
-                target=self._run, args=(self._stop,), name="drivetrain-lock", daemon=True
-            )
+            thread = threading.Thread(target=self._run, args=(self._stop,), name="drivetrain-lock", daemon=True)
+            self._thread = thread
         thread.start()  # waits for the thread
 
     def remove(self, lock: FolderLock) -> None:
@@ -228,7 +223,7 @@ class _Hearts:
     def forget_after_fork(self) -> None:
         """A forked child has neither the thread nor the locks: those are its parent's."""
         for lock in self._locks.values():
-            lock.forget()
+            lock._token = ""
         self.__init__()  # type: ignore[misc]
 
     def _run(self, stop: "queue.SimpleQueue[None]") -> None:

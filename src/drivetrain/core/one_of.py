@@ -6,8 +6,8 @@ from a generator of the state, so that it is saved, restored and different on ev
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, chain
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Literal
 
 from drivetrain.core.binding import subscribes
@@ -16,11 +16,10 @@ from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger, Plugin, plugin_name
 from drivetrain.core.types import StateDict
 
-_ORDER = {event: place for place, event in enumerate(Event)}
-
 
 def _from_to(first: Event, last: Event) -> frozenset[Event]:
-    return frozenset(event for event in Event if _ORDER[first] <= _ORDER[event] <= _ORDER[last])
+    events = list(Event)
+    return frozenset(events[events.index(first) : events.index(last) + 1])
 
 
 # The event at which the choice is made, and the events it governs; at all others every member acts.
@@ -48,9 +47,11 @@ class OneOf(Algorithm):
         self._bounds = list(accumulate(self.weights))
         self._chosen: int | None = None
         self._drawn_in_epoch: int | None = None
-        self.events = frozenset(event for event in Event if event is self._draws_at or self._is_attended(event))
-        self.reads = _joined(member.reads for member in self.members)
-        self.writes = _joined(member.writes for member in self.members)
+        self.events = frozenset(
+            event for event in Event if event is self._draws_at or any(subscribes(one, event) for one in self.members)
+        )
+        self.reads = tuple(dict.fromkeys(name for member in self.members for name in member.reads))
+        self.writes = tuple(dict.fromkeys(name for member in self.members for name in member.writes))
         self.tags = frozenset().union(*(member.tags for member in self.members))
         self.find_unused_parameters = any(getattr(one, "find_unused_parameters", False) for one in self.members)
         self.backwards_create_graph = any(getattr(one, "backwards_create_graph", False) for one in self.members)
@@ -111,22 +112,15 @@ class OneOf(Algorithm):
         point = torch.rand((), generator=state.rng(str(self)), dtype=torch.float64).item() * self._bounds[-1]
         return bisect_right(self._bounds, point)
 
-    def _is_attended(self, event: Event) -> bool:
-        return any(subscribes(member, event) for member in self.members)
-
 
 def _checked_members(algorithms: tuple[Plugin, ...], per: str) -> tuple[Plugin, ...]:
     if len(algorithms) < 2:
         raise ConfigError(f"OneOf chooses between at least two algorithms, but was given {len(algorithms)}.")
     for member in algorithms:
         if not isinstance(member, Plugin) or type(member).apply is Plugin.apply:
-            raise ConfigTypeError(
-                f"OneOf was given {member!r}; expected algorithms that define apply(event, state, logger)."
-            )
+            raise ConfigTypeError(f"OneOf was given {member!r}; algorithms must define apply(event, state, logger).")
         if per == "batch" and Event.BEFORE_DATALOADER in member.events:
-            raise ConfigError(
-                f"{member} acts at BEFORE_DATALOADER, but OneOf chooses after the batch is loaded. Use per='epoch'."
-            )
+            raise ConfigError(f"{member} acts at BEFORE_DATALOADER, before OneOf chooses. Use per='epoch'.")
     return algorithms
 
 
@@ -138,7 +132,3 @@ def _checked_weights(weights: Sequence[float] | None, count: int) -> tuple[float
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights) > 0:
         raise ConfigError(f"weights={tuple(weights)!r}: expected numbers that are not negative and not all zero.")
     return tuple(float(weight) for weight in weights)
-
-
-def _joined(lists: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(chain.from_iterable(lists)))

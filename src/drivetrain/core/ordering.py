@@ -46,25 +46,11 @@ def check_conflicts(plugins: Sequence[object]) -> None:
     for one, other in combinations(plugins, 2):
         if one is other:
             raise PluginConflictError(f"{plugin_name(one)} is listed twice. Remove one of them.")
-        _check_repeated(one, other)
         _check_pair(one, other)
     for plugin in plugins:
         for one, other in combinations(getattr(plugin, "members", ()), 2):
             if not _take_turns(one, other):  # what outlasts the batch meets the other's turn
-                _check_repeated(one, other)
                 _check_pair(one, other)
-
-
-def _check_repeated(one: object, other: object) -> None:
-    """Reject a second plugin of a class that allows one, also inside a composite; members of one composite may take turns."""
-    for first in (one, *getattr(one, "members", ())):
-        for second in (other, *getattr(other, "members", ())):
-            is_one_kind = type(first) is type(second) and phase_of(first) == "algorithm"
-            if is_one_kind and not getattr(first, "allow_multiple", True):
-                raise PluginConflictError(
-                    f"{plugin_name(one)} and {plugin_name(other)} cannot run together: a run takes one {type(first).__name__}. Remove "
-                    "one of them."
-                )
 
 
 def order_events(plugins: Sequence[object], attending: Mapping[Event, Sequence[object]]) -> dict[Event, list[object]]:
@@ -157,13 +143,20 @@ def _declared(plugin: object, name: str) -> Iterator[tuple[object, str | None]]:
 
 
 def _check_pair(one: object, other: object) -> None:
-    reason = _reason_against(one, other)
-    if reason is not None:
+    if reason := _reason_against(one, other):
         raise PluginConflictError(f"{plugin_name(one)} and {plugin_name(other)} cannot run together: {reason}")
 
 
 def _reason_against(one: object, other: object) -> str | None:
-    """Return why the two cannot run together and what to do, or None; advice, then a tag, then the bare declaration."""
+    """Return why the two cannot run together and what to do, or None.
+
+    A class that allows one plugin, also inside a composite, comes first, then advice, a tag and the bare declaration.
+    """
+    for first in (one, *getattr(one, "members", ())):
+        for second in (other, *getattr(other, "members", ())):
+            is_one_kind = type(first) is type(second) and phase_of(first) == "algorithm"
+            if is_one_kind and not getattr(first, "allow_multiple", True):
+                return f"a run takes one {type(first).__name__}. Remove one of them."
     clashes = [
         (plugin, advice)
         for plugin, against in ((one, other), (other, one))

@@ -95,7 +95,16 @@ class Plugin:
     def config(self) -> Settings:
         """Return the constructor's arguments as JSON-able values, defaults included."""
         args, kwargs = self._arguments
-        return {name: jsonable(value) for name, value in _named_arguments(type(self), args, kwargs).items()}
+        if type(self).__init__ is object.__init__:
+            return {}
+        bound = inspect.signature(type(self).__init__).bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        _, *parameters = bound.signature.parameters.values()
+        named: Settings = {}
+        for parameter in parameters:
+            value = bound.arguments[parameter.name]
+            named.update(value if parameter.kind is parameter.VAR_KEYWORD else {parameter.name: value})
+        return {name: jsonable(value) for name, value in named.items()}
 
     def inference_weights(self, state: Any) -> Mapping[str, object] | None:
         """Return the weights to evaluate or export instead of the trained ones, or None."""
@@ -182,10 +191,10 @@ def plugin_name(plugin: object) -> str:
 
 def jsonable(value: object) -> JsonValue:
     """Return `value` as JSON can hold it; what JSON cannot hold becomes `{"__repr__": text}`."""
-    if value is None or isinstance(value, bool | str):
-        return str(value) if isinstance(value, str) else value
-    if isinstance(value, int | float) and type(value) in (int, float):
-        return value
+    if isinstance(value, str):
+        return str(value)
+    if value is None or type(value) in (bool, int, float):
+        return value  # type: ignore[return-value]
     if isinstance(value, Plugin):
         return {"name": type(value).__name__, "config": value.config()}
     if isinstance(value, Mapping):
@@ -199,18 +208,3 @@ def jsonable(value: object) -> JsonValue:
     if isinstance(value, type) or inspect.isroutine(value):
         return {"__repr__": f"{value.__module__}.{value.__qualname__}"}
     return {"__repr__": repr(value)}
-
-
-def _named_arguments(cls: type, args: tuple[object, ...], kwargs: Settings) -> Settings:
-    """Give the arguments a constructor received the names of its parameters, and fill in the defaults."""
-    init = cls.__init__  # type: ignore[misc]  # of the class itself, so it is the one that ran
-    if init is object.__init__:
-        return {}
-    bound = inspect.signature(init).bind(None, *args, **kwargs)
-    bound.apply_defaults()
-    _, *parameters = bound.signature.parameters.values()
-    named: dict[str, object] = {}
-    for parameter in parameters:
-        value = bound.arguments[parameter.name]
-        named.update(value if parameter.kind is parameter.VAR_KEYWORD else {parameter.name: value})
-    return named

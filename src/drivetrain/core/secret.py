@@ -102,11 +102,8 @@ def masked(value: Any, *, is_secret: bool = False) -> Any:
     >>> masked({"lr": 0.1, "api_key": "abc"})
     {'lr': 0.1, 'api_key': '**********'}
     """
-    if value is None:
-        return None
-    if is_secret or is_secret_value(value):
-        is_list = isinstance(value, list | tuple | set | frozenset)
-        return [MASK] * len(value) if is_list else MASK
+    if value is not None and (is_secret or is_secret_value(value)):
+        return [MASK] * len(value) if isinstance(value, list | tuple | set | frozenset) else MASK
     if isinstance(value, Mapping):
         return {
             key: masked(item, is_secret=isinstance(key, str) and looks_secret(key) and _is_text(item))
@@ -159,9 +156,7 @@ def mask_command(words: Iterable[str], names: Iterable[str], secrets: Iterable[s
     >>> mask_command(["train.py", "--api-key", "abc", "--lr=1", "--set", "password=x"], ["api_key"], [])
     ['train.py', '--api-key', '**********', '--lr=1', '--set', 'password=**********']
     """
-    known, found = set(names), list[str]()
-    after_secret = False
-    secrets = list(secrets)
+    known, secrets, found, after_secret = set(names), list(secrets), list[str](), False
     for word in map(str, words):
         option, has_value, _ = word.partition("=")
         name = option.lstrip("-").replace("-", "_")

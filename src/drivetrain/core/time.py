@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any
 
 from drivetrain.core.errors import ConfigTypeError, StateError, TimeUnitError, unknown_name
-from drivetrain.core.units import Time, TimeLike, TimeUnit, ensure_time
+from drivetrain.core.units import Ordered, Time, TimeLike, TimeUnit, ensure_time
 
 __all__ = ["Clock", "Time", "TimeLike", "TimeUnit", "Timestamp", "Interval", "elapsed_duration", "ensure_time"]
 
@@ -29,7 +29,7 @@ _UNIT_FIELD: dict[TimeUnit, str] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Timestamp:
+class Timestamp(Ordered):
     """One moment of a run, counted in every unit; `get(unit)` returns it as a `Time`, each field is a plain number.
 
     Wall-clock fields (`*_wct`) are seconds.
@@ -68,47 +68,31 @@ class Timestamp:
         self, samples: int = 0, tokens: int = 0, duration: timedelta | float | None = None, stepped: bool = True
     ) -> "Timestamp":
         """Return the moment after one more batch; `stepped`: it closed an accumulation window."""
-        seconds, step = _seconds(duration), int(stepped)
-        return replace(
-            self,
-            batch=self.batch + 1,
-            step=self.step + step,
-            sample=self.sample + samples,
-            token=self.token + tokens,
-            batch_in_iteration=self.batch_in_iteration + 1,
-            step_in_iteration=self.step_in_iteration + step,
-            sample_in_iteration=self.sample_in_iteration + samples,
-            token_in_iteration=self.token_in_iteration + tokens,
-            batch_in_epoch=self.batch_in_epoch + 1,
-            step_in_epoch=self.step_in_epoch + step,
-            sample_in_epoch=self.sample_in_epoch + samples,
-            token_in_epoch=self.token_in_epoch + tokens,
-            total_wct=self.total_wct + seconds,
-            iteration_wct=self.iteration_wct + seconds,
-            epoch_wct=self.epoch_wct + seconds,
-            batch_wct=seconds,
-        )
+        clock = self._clock_after(duration)
+        seconds = clock.batch_wct
+        clock.next_batch(samples, tokens, stepped)
+        return replace(clock.snapshot(), batch_wct=seconds)
 
     def to_next_epoch(self, duration: timedelta | float | None = None) -> "Timestamp":
         """Return the moment at which the next epoch begins."""
-        seconds = _seconds(duration)
-        return replace(
-            self,
-            epoch=self.epoch + 1,
-            epoch_in_iteration=self.epoch_in_iteration + 1,
-            total_wct=self.total_wct + seconds,
-            iteration_wct=self.iteration_wct + seconds,
-            **dict.fromkeys(EPOCH_FIELDS, 0),
-        )
+        clock = self._clock_after(duration)
+        clock.next_epoch()
+        return clock.snapshot()
 
     def to_next_iteration(self, duration: timedelta | float | None = None) -> "Timestamp":
         """Return the moment at which the next iteration begins."""
-        return replace(
-            self,
-            iteration=self.iteration + 1,
-            total_wct=self.total_wct + _seconds(duration),
-            **dict.fromkeys((*ITERATION_FIELDS, *EPOCH_FIELDS), 0),
-        )
+        clock = self._clock_after(duration)
+        clock.next_iteration()
+        return clock.snapshot()
+
+    def _clock_after(self, duration: timedelta | float | None) -> "Clock":
+        """Return a clock that stopped so long after this moment."""
+        clock = Clock()
+        clock.load_state_dict(self.state_dict())
+        seconds = duration.total_seconds() if isinstance(duration, timedelta) else float(duration or 0)
+        clock.add_seconds(seconds)
+        clock.batch_wct = seconds
+        return clock
 
     def copy(self, **changes: int | float) -> "Timestamp":
         """Return the same moment with some fields changed."""
@@ -119,7 +103,7 @@ class Timestamp:
 
     def state_dict(self) -> dict[str, int | float]:
         """Return every field."""
-        return {name: getattr(self, name) for name in FIELDS}
+        return dict(vars(self))
 
     @classmethod
     def load_state_dict(cls, state: Mapping[str, object]) -> "Timestamp":
@@ -128,23 +112,11 @@ class Timestamp:
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Timestamp):
-            return all(getattr(self, name) == getattr(other, name) for name in FIELDS)
+            return vars(self) == vars(other)
         return self._compared(other, operator.eq)
 
     def __hash__(self) -> int:
-        return hash(tuple(getattr(self, name) for name in FIELDS))
-
-    def __lt__(self, other: object) -> bool:
-        return self._compared(other, operator.lt)
-
-    def __le__(self, other: object) -> bool:
-        return self._compared(other, operator.le)
-
-    def __gt__(self, other: object) -> bool:
-        return self._compared(other, operator.gt)
-
-    def __ge__(self, other: object) -> bool:
-        return self._compared(other, operator.ge)
+        return hash(tuple(vars(self).values()))
 
     def _compared(self, other: object, how: Callable[[Any, Any], bool]) -> bool:
         if not isinstance(other, Time | str):
@@ -251,7 +223,7 @@ class Clock:
     def advance_to(self, seconds: float) -> None:
         """Move the wall-clock time of a shared clock to what the ranks have agreed on; it never goes back."""
         self.batch_wct = passed = max(0.0, seconds - self.total_wct)
-        self._add_seconds(passed)
+        self.add_seconds(passed)
 
     def next_batch(self, samples: int = 0, tokens: int = 0, stepped: bool = True) -> None:
         """Count one batch; `stepped`: it closed an accumulation window."""
@@ -336,21 +308,18 @@ class Clock:
             self.start(shared=self._zero_at is not None)
 
     def __repr__(self) -> str:
-        return (
-            f"Clock(epoch={self.epoch}, batch={self.batch}, step={self.step}, sample={self.sample}, token={self.token})"
-        )
+        shown = ("epoch", "batch", "step", "sample", "token")
+        return f"Clock({', '.join(f'{name}={getattr(self, name)}' for name in shown)})"
 
-    def _tick(self) -> float:
-        """Count the seconds since the last tick and return them."""
-        if self._ticked_at is None:
-            return 0.0
-        now = perf_counter()
-        seconds = now - self._ticked_at
-        self._ticked_at = now
-        self._add_seconds(seconds)
-        return seconds
+    def _tick(self) -> None:
+        """Count the seconds since the last tick."""
+        if self._ticked_at is not None:
+            now = perf_counter()
+            self.add_seconds(now - self._ticked_at)
+            self._ticked_at = now
 
-    def _add_seconds(self, seconds: float) -> None:
+    def add_seconds(self, seconds: float) -> None:
+        """Count wall-clock time."""
         self.total_wct += seconds
         self.iteration_wct += seconds
         self.epoch_wct += seconds
@@ -358,12 +327,6 @@ class Clock:
 
 _ZERO: dict[str, int | float] = Timestamp().state_dict()
 _read_fields = operator.attrgetter(*FIELDS)
-
-
-def _seconds(duration: timedelta | float | None) -> float:
-    if duration is None:
-        return 0.0
-    return duration.total_seconds() if isinstance(duration, timedelta) else float(duration)
 
 
 class Interval:

@@ -6,11 +6,12 @@
 import math
 import operator
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
-from typing import Union
+from typing import Any, Union
 
 from drivetrain.core.errors import ConfigError, ConfigTypeError, TimeUnitError, nearest_name, unknown_name
 
@@ -48,8 +49,29 @@ _LARGEST_EXPONENT = 18  # a count beyond 1e18 is a slip of the keyboard, and int
 TimeLike = Union["Time", str, int, float, timedelta]
 
 
+class Ordered:
+    """The order of values whose comparisons all go through `_compared`."""
+
+    __slots__ = ()
+
+    def _compared(self, other: object, how: Callable[[Any, Any], bool]) -> bool:
+        raise NotImplementedError
+
+    def __lt__(self, other: object) -> bool:
+        return self._compared(other, operator.lt)
+
+    def __le__(self, other: object) -> bool:
+        return self._compared(other, operator.le)
+
+    def __gt__(self, other: object) -> bool:
+        return self._compared(other, operator.gt)
+
+    def __ge__(self, other: object) -> bool:
+        return self._compared(other, operator.ge)
+
+
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
-class Time:
+class Time(Ordered):
     """A number of one unit; counts are whole, `dur` (a fraction of the run) and `sec` are real.
 
     >>> Time(100, "ba") * Time(0.29, "dur")
@@ -108,9 +130,7 @@ class Time:
             return cls(duration.total_seconds(), TimeUnit.SECOND)
         time = cls.from_timestring(duration)
         if time.unit is not TimeUnit.SECOND:
-            raise ConfigError(
-                f"{duration!r} is not a wall-clock time. Write seconds, minutes, hours: '30sec', '90m', '1h20m'."
-            )
+            raise ConfigError(f"{duration!r} is not a wall-clock time, such as '30sec', '90m' or '1h20m'.")
         return time
 
     @classmethod
@@ -178,25 +198,12 @@ class Time:
             return other.value
         return other if _is_number(other) else None  # type: ignore[return-value]
 
+    def _compared(self, other: object, how: Callable[[Any, Any], bool]) -> bool:
+        number = self._same_unit(other)
+        return NotImplemented if number is None else how(self.value, number)
+
     def __eq__(self, other: object) -> bool:
-        number = self._same_unit(other)
-        return NotImplemented if number is None else self.value == number
-
-    def __lt__(self, other: object) -> bool:
-        number = self._same_unit(other)
-        return NotImplemented if number is None else self.value < number
-
-    def __le__(self, other: object) -> bool:
-        number = self._same_unit(other)
-        return NotImplemented if number is None else self.value <= number
-
-    def __gt__(self, other: object) -> bool:
-        number = self._same_unit(other)
-        return NotImplemented if number is None else self.value > number
-
-    def __ge__(self, other: object) -> bool:
-        number = self._same_unit(other)
-        return NotImplemented if number is None else self.value >= number
+        return self._compared(other, operator.eq)
 
     def __add__(self, other: object) -> "Time":
         number = self._same_unit(other)
@@ -222,13 +229,11 @@ class Time:
     def __mul__(self, other: object) -> "Time":
         if isinstance(other, Time):
             if other.unit is TimeUnit.DURATION:
-                return self._scaled(other.value)
+                return self._rounded(self.value * other.value)
             if self.unit is TimeUnit.DURATION:
-                return other._scaled(self.value)
-            raise TimeUnitError(
-                f"{self} * {other}: only a number or a fraction of the run ('0.5dur') multiplies a time."
-            )
-        return self._scaled(other) if _is_number(other) else NotImplemented  # type: ignore[arg-type]
+                return other._rounded(self.value * other.value)
+            raise TimeUnitError(f"{self} * {other}: only a number or a fraction of the run ('0.5dur') scales a time.")
+        return self._rounded(self.value * other) if _is_number(other) else NotImplemented  # type: ignore[operator]
 
     __rmul__ = __mul__
 
@@ -237,13 +242,13 @@ class Time:
             number = self._same_unit(other)
             assert number is not None
             return Time(self.value / number, TimeUnit.DURATION)
-        if not _is_number(other):
-            return NotImplemented
-        return Time(_whole(self.value / other) if self.unit not in REAL_UNITS else self.value / other, self.unit)  # type: ignore[operator]
+        return self._rounded(self.value / other) if _is_number(other) else NotImplemented  # type: ignore[operator]
 
-    def _scaled(self, factor: int | float) -> "Time":
-        product = self.value * factor
-        return Time(product if self.unit in REAL_UNITS else _whole(product), self.unit)
+    def _rounded(self, number: int | float) -> "Time":
+        """Return a time of the same unit, whole if it is a count."""
+        if self.unit not in REAL_UNITS and isinstance(number, float):
+            number = int(round(number, 9))  # nine decimals forgive binary fractions: 0.29 * 100 is 28.999999999999996
+        return Time(number, self.unit)
 
 
 _FORMS = (
@@ -282,11 +287,6 @@ def _checked(value: int | float, unit: TimeUnit) -> int | float:
             raise ConfigTypeError(f"'{number}{unit}' is not whole. {unit.name.lower()} is a count: write {whole}.")
         number = int(number)
     return number
-
-
-def _whole(number: int | float) -> int:
-    # Nine decimals forgive binary fractions: 0.29 * 100 is 28.999999999999996 and means 29.
-    return number if isinstance(number, int) else int(round(number, 9))
 
 
 def _read_number(text: str, timestring: str) -> int | float:

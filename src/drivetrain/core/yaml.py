@@ -11,7 +11,7 @@ values itself, because that is where lines are still known.
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -32,19 +32,16 @@ MAX_DEPTH = 64
 MAX_EXPANDED = 1_500_000  # values plus characters of text, after aliases and references have been followed
 
 _CORE = "tag:yaml.org,2002:"
-_NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
-_BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
-_INT = re.compile(r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")
-_FLOAT = re.compile(
-    r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
-)
-_RESOLVERS: list[tuple[str, re.Pattern[str], list[str | None]]] = [
-    ("null", _NULL, ["~", "n", "N", ""]),
-    ("bool", _BOOL, list("tTfF")),
-    ("int", _INT, list("-+0123456789")),
-    ("float", _FLOAT, list("-+.0123456789")),
-    ("merge", re.compile(r"^<<$"), ["<"]),
-]
+_DECIMAL = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+_SCALARS: dict[str, tuple[re.Pattern[str], list[str | None]]] = {
+    "null": (re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    "bool": (re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
+    "int": (re.compile(r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$"), list("-+0123456789")),
+    "float": (re.compile(rf"^(?:{_DECIMAL}|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"), list("-+.0123456789")),
+}
+"""The form of each kind of plain scalar, and the characters it may begin with; the first that fits decides."""
+_TAGS = ("!ref", "!tuple", "!list", "!str")
+_SCANNER = yaml.cyaml.CParser if yaml.__with_libyaml__ else None  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +98,8 @@ def read_yaml(source: YamlSource, *, tags: bool = True, error: type[Exception] =
         root = StrictLoader(text).get_single_node()
     except yaml.MarkedYAMLError as problem:
         mark = problem.problem_mark or problem.context_mark
-        line = mark.line + 1 if mark else 1
-        raise error(f"{name}:{line}: {_plain_reason(problem)}") from None
+        reason = ", ".join(part for part in (problem.context, problem.problem, problem.note) if part)
+        raise error(f"{name}:{mark.line + 1 if mark else 1}: {reason}.") from None
     except yaml.reader.ReaderError as problem:
         line = text.count("\n", 0, problem.position) + 1
         code = problem.character if isinstance(problem.character, int) else ord(problem.character)
@@ -113,9 +110,7 @@ def read_yaml(source: YamlSource, *, tags: bool = True, error: type[Exception] =
         return YamlFile(data={}, name=name)
     if not isinstance(root, MappingNode):
         kind = "a list" if isinstance(root, SequenceNode) else f"the single value {root.value[:60]!r}"
-        raise error(
-            f"{name}:{root.start_mark.line + 1}: the file holds {kind}; expected `key: value` pairs at the top."
-        )
+        raise error(f"{name}:{root.start_mark.line + 1}: the file holds {kind}; expected `key: value` pairs.")
     data = reader.build(root, ())
     if tags:
         try:
@@ -137,9 +132,7 @@ def dump_yaml(data: Mapping[str, object]) -> str:
         return str(yaml.dump(dict(data), Dumper=_StrictDumper, sort_keys=False, allow_unicode=True, width=100))
     except yaml.representer.RepresenterError as problem:
         value = problem.args[-1]
-        raise ConfigError(
-            f"{value!r} of type {type(value).__name__} cannot be written as YAML; use plain values."
-        ) from None
+        raise ConfigError(f"{value!r} ({type(value).__name__}) cannot be written as YAML; use plain values.") from None
 
 
 class StrictLoader(yaml.SafeLoader):
@@ -148,10 +141,9 @@ class StrictLoader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[Any, Any] = {}
 
     def __init__(self, text: str):
-        scanner = _libyaml_scanner()
-        super().__init__("" if scanner else text)
-        if scanner:  # the same events from libyaml, about ten times as fast
-            events = scanner(text)
+        super().__init__("" if _SCANNER else text)
+        if _SCANNER:  # the same events from libyaml, about ten times as fast
+            events = _SCANNER(text)
             self.check_event, self.peek_event, self.get_event = events.check_event, events.peek_event, events.get_event  # type: ignore[method-assign]
         self._depth, self._expanded = 0, 0
         self._sizes: dict[int, int] = {}  # id of a finished node: what it expands to
@@ -184,10 +176,6 @@ class StrictLoader(yaml.SafeLoader):
             raise yaml.composer.ComposerError(None, None, "aliases expand to too many values", mark)
 
 
-for _kind, _pattern, _first in _RESOLVERS:
-    StrictLoader.add_implicit_resolver(_CORE + _kind, _pattern, _first)
-
-
 class _StrictDumper(yaml.SafeDumper):
     """Quotes text that YAML 1.1 or 1.2 would read as something else, and tags tuples."""
 
@@ -195,8 +183,10 @@ class _StrictDumper(yaml.SafeDumper):
         return True
 
 
-for _kind, _pattern, _first in _RESOLVERS[:-1]:
+for _kind, (_pattern, _first) in _SCALARS.items():
+    StrictLoader.add_implicit_resolver(_CORE + _kind, _pattern, _first)
     _StrictDumper.add_implicit_resolver(_CORE + _kind, _pattern, _first)
+StrictLoader.add_implicit_resolver(_CORE + "merge", re.compile(r"^<<$"), ["<"])
 _StrictDumper.add_representer(tuple, lambda dumper, data: dumper.represent_sequence("!tuple", data, flow_style=True))
 
 
@@ -212,46 +202,39 @@ class _NodeReader:
         tag = node.tag
         if tag.startswith("!") and tag != "!":
             return self._build_tagged(node, path)
-        if isinstance(node, MappingNode):
-            self._expect(node, tag == _CORE + "map")
-            return self._build_mapping(node, path)
-        if isinstance(node, SequenceNode):
-            self._expect(node, tag == _CORE + "seq")
-            return self._build_items(node, path)
-        return self._build_scalar(node)  # type: ignore[arg-type]
+        if isinstance(node, ScalarNode):
+            return self._build_scalar(node)
+        is_mapping = isinstance(node, MappingNode)
+        if tag != _CORE + ("map" if is_mapping else "seq"):
+            raise self._unknown_tag(node)
+        build: Callable[[Any, KeyPath], object] = self._build_mapping if is_mapping else self._build_items
+        return build(node, path)
 
     def fail(self, node: Node, message: str) -> Exception:
         """Return the error of this reader for a place in the file."""
         return self.error(f"{self.name}:{node.start_mark.line + 1}: {message}")
 
-    def _expect(self, node: Node, known: bool) -> None:
-        if not known:
-            raise self.fail(node, self._unknown_tag(node.tag))
-
-    def _unknown_tag(self, tag: str) -> str:
-        shown = tag.replace(_CORE, "!!")
-        valid = ["!ref", "!tuple", "!list", "!str"] if self.tags else []
-        hint = did_you_mean(shown, valid)
-        known = f"Known tags: {', '.join(valid)}." if valid else "This file must not use tags."
-        return f"the tag {shown!r} is not allowed.{hint} {known}"
+    def _unknown_tag(self, node: Node) -> Exception:
+        shown = node.tag.replace(_CORE, "!!")
+        hint = did_you_mean(shown, _TAGS) if self.tags else ""
+        known = f"Known tags: {', '.join(_TAGS)}." if self.tags else "This file must not use tags."
+        return self.fail(node, f"the tag {shown!r} is not allowed.{hint} {known}")
 
     def _build_mapping(self, node: MappingNode, path: KeyPath) -> dict[str, object]:
         merged: dict[str, object] = {}
         own: dict[str, object] = {}
         first_line: dict[str, int] = {}
         for key_node, value_node in node.value:
-            is_merge = key_node.tag == _CORE + "merge"
-            key = self._key(key_node)
-            line = key_node.start_mark.line + 1
+            key, line = self._key(key_node), key_node.start_mark.line + 1
             if key in first_line:
                 place = f" in {'.'.join(map(str, path))}" if path else ""
                 raise self.fail(key_node, f"the key {key!r} appears twice{place}, first in line {first_line[key]}.")
             first_line[key] = line
-            if is_merge:
+            if key_node.tag == _CORE + "merge":
                 merged = self._merge(value_node, path)
-                continue
-            self.lines[(*path, key)] = line
-            own[key] = self.build(value_node, (*path, key))
+            else:
+                self.lines[(*path, key)] = line
+                own[key] = self.build(value_node, (*path, key))
         return {**merged, **own}
 
     def _merge(self, node: Node, path: KeyPath) -> dict[str, object]:
@@ -284,12 +267,9 @@ class _NodeReader:
             if not node.style and not self.plain_text:
                 raise self.fail(node, f"JSON has no value {text[:60]!r}; text needs double quotes.")
             return text
-        if kind == "float" and _INT.match(text) and text[:2] not in ("0o", "0x"):
-            return float(text)  # an explicit !!float 1
-        patterns = {"null": _NULL, "bool": _BOOL, "int": _INT, "float": _FLOAT}
-        if kind not in patterns:
-            raise self.fail(node, self._unknown_tag(node.tag))
-        if not patterns[kind].match(text):
+        if kind not in _SCALARS:
+            raise self._unknown_tag(node)
+        if not _SCALARS[kind][0].match(text):
             raise self.fail(node, f"{text[:60]!r} is not a {kind}.")
         return self._convert(node, kind, text)
 
@@ -312,46 +292,27 @@ class _NodeReader:
 
     def _build_tagged(self, node: Node, path: KeyPath) -> object:
         tag = node.tag
-        if not self.tags or tag not in ("!ref", "!tuple", "!list", "!str"):
-            raise self.fail(node, self._unknown_tag(tag))
+        if not self.tags or tag not in _TAGS:
+            raise self._unknown_tag(node)
         if tag in ("!tuple", "!list"):
-            return self._build_brackets(node, path, tuple if tag == "!tuple" else list)
+            items = self._build_items(node, path) if isinstance(node, SequenceNode) else self._read_brackets(node)
+            return tuple(items) if tag == "!tuple" else items
         if not isinstance(node, ScalarNode):
             raise self.fail(node, f"{tag} expects text, not a list or mapping.")
-        if tag == "!str":
-            return node.value
-        return RefTag(text=node.value, line=node.start_mark.line + 1)
+        return node.value if tag == "!str" else RefTag(text=node.value, line=node.start_mark.line + 1)
 
-    def _build_brackets(self, node: Node, path: KeyPath, kind: type) -> object:
-        if isinstance(node, SequenceNode):
-            return kind(self._build_items(node, path))
+    def _read_brackets(self, node: Node) -> list[object]:
         if not isinstance(node, ScalarNode):
             raise self.fail(node, f"{node.tag} expects items in brackets, not a mapping.")
+
+        def plain(text: str) -> object:  # what YAML would read on its own
+            kind = next((kind for kind, (pattern, _) in _SCALARS.items() if pattern.match(text)), None)
+            return text if kind is None else self._convert(node, kind, text)
+
         try:
-            items = parse_brackets(node.value, lambda text: self._plain_value(node, text))
+            return parse_brackets(node.value, plain)
         except BracketProblem as problem:
             raise self.fail(node, f"{node.tag} {node.value[:60]}: {problem}") from None
-        return kind(items)
-
-    def _plain_value(self, node: ScalarNode, text: str) -> object:
-        """Read one item of a bracketed text as YAML would read it on its own."""
-        for kind, pattern in (("null", _NULL), ("bool", _BOOL), ("int", _INT), ("float", _FLOAT)):
-            if pattern.match(text):
-                return self._convert(node, kind, text)
-        return text
-
-
-def _libyaml_scanner() -> Any:
-    try:
-        from yaml.cyaml import CParser  # type: ignore[attr-defined]
-    except ImportError:
-        return None
-    return CParser
-
-
-def _plain_reason(problem: yaml.MarkedYAMLError) -> str:
-    parts = [part for part in (problem.context, problem.problem, problem.note) if part]
-    return ", ".join(parts) + "."
 
 
 def _read_text(source: YamlSource, error: type[Exception]) -> tuple[str, str]:
@@ -360,9 +321,7 @@ def _read_text(source: YamlSource, error: type[Exception]) -> tuple[str, str]:
     if isinstance(source, (str, os.PathLike)):
         name = os.fspath(source)
         if "\n" in name:
-            raise error(
-                "expected the path of a file or an open stream, got text. Wrap it: load_yaml(io.StringIO(text))."
-            )
+            raise error("expected the path of a file or a stream, got text. Wrap it: load_yaml(io.StringIO(text)).")
         content = _read_file(Path(name), error)
         name = Path(name).name
     else:
@@ -370,17 +329,13 @@ def _read_text(source: YamlSource, error: type[Exception]) -> tuple[str, str]:
         content = source.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
         raise error(f"{name}: the file is longer than {MAX_BYTES:,} bytes, the limit for a configuration.")
-    if isinstance(content, bytes):
-        content = _decoded(name, content, error)
-    return name, content.removeprefix("\ufeff")
-
-
-def _decoded(name: str, content: bytes, error: type[Exception]) -> str:
     try:
-        return content.decode("utf-8")
+        text = content if isinstance(content, str) else content.decode()
     except UnicodeDecodeError as problem:
-        line = content.count(b"\n", 0, problem.start) + 1
-        raise error(f"{name}:{line}: the file is not UTF-8 text (byte 0x{content[problem.start]:02x}).") from None
+        line = problem.object.count(b"\n", 0, problem.start) + 1
+        byte = problem.object[problem.start]
+        raise error(f"{name}:{line}: the file is not UTF-8 text (byte 0x{byte:02x}).") from None
+    return name, text.removeprefix("\ufeff")
 
 
 def _read_file(path: Path, error: type[Exception]) -> bytes:

@@ -15,7 +15,7 @@ from drivetrain.core.types import Settings
 _BRACKETED = re.compile(r"<([^<>]*)>")
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(-?[0-9]+)\]")
 _TOKEN = re.compile(
-    r"""\s*(?:([(\[])|([)\]])|(,)|'((?:[^']|'')*)'|"([^"]*)"|([^,()\[\]'"\s](?:[^,()\[\]]*[^,()\[\]\s])?))\s*"""
+    r"""\s*(?:([()\[\],])|'((?:[^']|'')*)'|"([^"]*)"|([^,()\[\]'"\s](?:[^,()\[\]]*[^,()\[\]\s])?))\s*"""
 )
 _MAX_NESTING = 20  # brackets in one text
 _MAX_DEPTH = 128  # containers and references within each other
@@ -83,9 +83,7 @@ class _Resolver:
     def _follow(self, reference: RefTag) -> object:
         if reference in self.active:
             chain = self.active[self.active.index(reference) :] + [reference]
-            raise ReferenceProblem(
-                reference.line, "references form a cycle: " + " -> ".join(r.text for r in chain) + "."
-            )
+            raise ReferenceProblem(reference.line, f"references form a cycle: {' -> '.join(r.text for r in chain)}.")
         self.active.append(reference)
         try:
             whole = _BRACKETED.fullmatch(reference.text.strip())
@@ -117,26 +115,23 @@ class _Resolver:
         return self.resolve(value)
 
     def _enter(self, reference: RefTag, path: str, walked: str, value: object, match: re.Match[str]) -> object:
-        place = f"{walked!r}" if walked else "the file"
+        """Return the entry of a container that one step of a path names."""
         if match[1] is not None:
             key = match[1].strip()
-            if not isinstance(value, dict):
-                raise ReferenceProblem(reference.line, f"!ref <{path}>: {place} has no keys; it is {_kind(value)}.")
-            if key not in value:
-                hint = did_you_mean(key, value)
+            if isinstance(value, dict) and key in value:
+                return value[key]
+            problem = f"no keys; it is {_kind(value)}."
+            if isinstance(value, dict):
                 names = ", ".join(list(value)[:20]) or "none"
-                raise ReferenceProblem(
-                    reference.line, f"!ref <{path}>: {place} has no key {key!r}.{hint} Keys: {names}."
-                )
-            return value[key]
-        index = int(match[2])
-        if not isinstance(value, (list, tuple)):
-            raise ReferenceProblem(reference.line, f"!ref <{path}>: {place} has no items; it is {_kind(value)}.")
-        if not -len(value) <= index < len(value):
-            raise ReferenceProblem(
-                reference.line, f"!ref <{path}>: {place} has {len(value)} items, there is no [{index}]."
-            )
-        return value[index]
+                problem = f"no key {key!r}.{did_you_mean(key, value)} Keys: {names}."
+        else:
+            index = int(match[2])
+            if isinstance(value, (list, tuple)) and -len(value) <= index < len(value):
+                return value[index]
+            problem = f"no items; it is {_kind(value)}."
+            if isinstance(value, (list, tuple)):
+                problem = f"{len(value)} items, there is no [{index}]."
+        raise ReferenceProblem(reference.line, f"!ref <{path}>: {repr(walked) if walked else 'the file'} has {problem}")
 
 
 def _kind(value: object) -> str:
@@ -166,9 +161,8 @@ def _tokens(text: str) -> list[tuple[str, str]]:
         match = _TOKEN.match(text, position)
         if match is None:
             raise BracketProblem(f"cannot read {text[position : position + 20]!r}.")
-        opening, closing, comma, single, double, word = match.groups()
-        if opening or closing or comma:
-            symbol = opening or closing or comma
+        symbol, single, double, word = match.groups()
+        if symbol:
             tokens.append((symbol, symbol))
         elif word is not None:
             tokens.append(("word", word))
@@ -195,8 +189,7 @@ def _items(
         if kind == ",":
             if expects_item:
                 raise BracketProblem("an item is missing before ','.")
-            expects_item = True
-            position += 1
+            expects_item, position = True, position + 1
         elif not expects_item:
             raise BracketProblem(f"a ',' is missing before {value!r}.")
         elif kind in ("(", "["):
@@ -207,8 +200,7 @@ def _items(
             raise BracketProblem(f"{opening!r} is closed by {kind!r}.")
         else:
             items.append(value if kind == "text" else plain(value))
-            expects_item = False
-            position += 1
+            expects_item, position = False, position + 1
     raise BracketProblem(
         f"{opening!r} is never closed. Inside {{ }} a comma ends the text, so write a list there: !tuple [0.9, 0.98]."
     )
