@@ -27,7 +27,7 @@ def test_values_of_many_types_share_a_page_and_come_back_exactly():
         for value in values
     ]
     assert repr(read) == repr(expected)  # types and NaN too
-    assert len({id(slot._page) for slot in slots}) == 1
+    assert len({id(slot.page) for slot in slots}) == 1
 
 
 def test_later_changes_in_place_do_not_reach_the_copy():
@@ -36,7 +36,7 @@ def test_later_changes_in_place_do_not_reach_the_copy():
     with torch.no_grad():
         value.fill_(9.0)
     buffer.send()
-    assert slot.read() == 1.0 and not slot._page.memory.requires_grad
+    assert slot.read() == 1.0 and not slot.page.memory.requires_grad
 
 
 def test_pages_overflow_and_are_used_again():
@@ -46,7 +46,7 @@ def test_pages_overflow_and_are_used_again():
         arrival = buffer.send()
         arrival.wait()
         assert [slot.read() for slot in slots] == [turn * 10_000 + place for place in range(2 * PLACES + 5)]
-        pages = {id(slot._page) for slot in slots}
+        pages = {id(slot.page) for slot in slots}
         assert before in (None, pages)
         before = pages
         arrival.release()

@@ -10,6 +10,7 @@ tensors are worked through in pieces, so that a histogram of all weights needs l
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +21,7 @@ PLACES = 1024
 _WIDTH = 8
 _PLAIN = frozenset(
     getattr(torch, name)
-    for name in (
-        *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
-        *("float16", "bfloat16", "float32", "float64"),
-    )
+    for name in "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64".split()
 )
 
 Number = bool | int | float
@@ -46,7 +44,7 @@ class _Page:
         places = self._places.get(value.dtype)
         if places is None:
             with torch.inference_mode(False):
-                places = self._seen_as(self.memory, value.dtype).unbind()
+                places = _seen_as(self.memory, value.dtype).unbind()
             self._places[value.dtype] = places
         places[self.used].copy_(value)
         self.used += 1
@@ -69,24 +67,24 @@ class _Page:
         if values is None:
             if self.stream is None and not self._values:  # no events here: this waits for the device
                 self.host.copy_(self.memory)
-            values = self._values[dtype] = self._seen_as(self.host, dtype).tolist()
+            values = self._values[dtype] = _seen_as(self.host, dtype).tolist()
         return values[index]
 
-    def _seen_as(self, memory: Tensor, dtype: torch.dtype) -> Tensor:
-        return memory.view(dtype)[:: _WIDTH // dtype.itemsize]
+
+def _seen_as(memory: Tensor, dtype: torch.dtype) -> Tensor:
+    return memory.view(dtype)[:: _WIDTH // dtype.itemsize]
 
 
-class BufferSlot:
+class BufferSlot(NamedTuple):
     """A number that is on its way; `read()` it when its arrival is ready."""
 
-    __slots__ = ("_dtype", "_index", "_page")
-
-    def __init__(self, page: _Page, index: int, dtype: torch.dtype):
-        self._page, self._index, self._dtype = page, index, dtype
+    page: _Page
+    index: int
+    dtype: torch.dtype
 
     def read(self) -> Number:
         """Return the number."""
-        return self._page.read(self._index, self._dtype)
+        return self.page.read(self.index, self.dtype)
 
 
 class Arrival:

@@ -13,7 +13,9 @@ import math
 import os
 import time as clock
 from collections.abc import Iterator
+from functools import partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, BinaryIO
 
 from drivetrain.core.display import spreadsheet_cell
@@ -63,17 +65,18 @@ class AppendFile:
 
 
 class FileSink:
-    """The part of a sink that appends what is waiting to a file; a subclass opens it and says what is waiting."""
+    """The part of a sink that appends the lines that wait to a file; a subclass opens it."""
 
     _file: AppendFile | None = None
 
-    def take_waiting(self) -> list[str]:
-        """Return the lines that wait to be written, and forget them."""
-        raise NotImplementedError
+    def __init__(self) -> None:
+        self._waiting: list[str] = []
 
     def flush(self) -> None:
         """Write what is waiting."""
-        if self._file is not None and (lines := self.take_waiting()):
+        if self._file is not None and self._waiting:
+            lines = self._waiting.copy()
+            self._waiting.clear()
             self._file.append(lines)
 
     def close(self) -> None:
@@ -108,7 +111,7 @@ class JsonlSink(FileSink):
     """Writes `metrics.jsonl`."""
 
     def __init__(self) -> None:
-        self._waiting: list[str] = []
+        super().__init__()
         self._tags: dict[str, str] = {}
 
     @property
@@ -135,48 +138,25 @@ class JsonlSink(FileSink):
             f'{{"step": {step}, "time": {time:.3f}, "kind": "scalar", "tag": {self._tags[tag]}, "value": {number}}}\n'
         )
 
-    def image(self, tag: str, picture: "Picture", step: int, time: float) -> None:
-        """Note where an image is kept."""
-        self._add("image", tag, picture.path, step, time)
-
-    def figure(self, tag: str, picture: "Picture", step: int, time: float) -> None:
-        """Note where a figure is kept."""
-        self._add("figure", tag, picture.path, step, time)
-
-    def histogram(self, tag: str, histogram: "Histogram", step: int, time: float) -> None:
-        """Take a histogram."""
-        counted = {
-            "low": histogram.low,
-            "high": histogram.high,
-            "counts": histogram.counts,
-            "nonfinite": histogram.nonfinite,
-        }
-        self._add("histogram", tag, counted, step, time)
-
-    def text(self, tag: str, text: str, step: int, time: float) -> None:
-        """Take a text."""
-        self._add("text", tag, text, step, time)
-
-    def params(self, values: Settings, step: int, time: float) -> None:
-        """Take the settings of the run."""
-        self._add("params", "params", values, step, time)
-
-    def summary(self, values: Settings, step: int, time: float) -> None:
-        """Take results of the run."""
-        self._add("summary", "summary", values, step, time)
-
-    def direction(self, tag: str, good: str, step: int, time: float) -> None:
-        """Take the direction of a metric."""
-        self._add("direction", tag, good, step, time)
-
-    def take_waiting(self) -> list[str]:
-        """Return the lines that wait to be written, and forget them."""
-        waiting, self._waiting = self._waiting, []
-        return waiting
-
     def _add(self, kind: str, tag: str, value: object, step: int, time: float) -> None:
         row = {"step": step, "time": round(time, 3), "kind": kind, "tag": tag, "value": _spelled(value)}
         self._waiting.append(json.dumps(row, allow_nan=False) + "\n")
+
+    text = partialmethod(_add, "text")
+    direction = partialmethod(_add, "direction")
+    params = partialmethod(_add, "params", "params")
+    summary = partialmethod(_add, "summary", "summary")
+
+    def _add_path(self, kind: str, tag: str, picture: "Picture", step: int, time: float) -> None:
+        self._add(kind, tag, picture.path, step, time)
+
+    image = partialmethod(_add_path, "image")
+    figure = partialmethod(_add_path, "figure")
+
+    def histogram(self, tag: str, histogram: "Histogram", step: int, time: float) -> None:
+        """Take a histogram."""
+        counted = {name: getattr(histogram, name) for name in ("low", "high", "counts", "nonfinite")}
+        self._add("histogram", tag, counted, step, time)
 
 
 def read_metrics(
@@ -278,9 +258,9 @@ class CsvSink(FileSink):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._folder: Path | None = None
-        self._text = io.StringIO()
-        self._writer = csv.writer(self._text)
+        self._writer = csv.writer(SimpleNamespace(write=self._waiting.append))
 
     def open(self, folder: Path, resume: "Resume | None") -> None:
         """Open the table for appending, after a resume without the rows that are recorded again."""
@@ -313,10 +293,3 @@ class CsvSink(FileSink):
         replace_bytes(path, picture.png, durable=False)
 
     figure = image
-
-    def take_waiting(self) -> list[str]:
-        """Return the rows that wait to be written, and forget them."""
-        text = self._text.getvalue()
-        self._text.seek(0)
-        self._text.truncate()
-        return [text] if text else []

@@ -24,7 +24,7 @@ from drivetrain.record.buffer import count_values
 from drivetrain.record.images import check_figure, check_image, encode_figure
 from drivetrain.record.jsonl import CsvSink, JsonlSink
 from drivetrain.record.sink import ConsoleSink, Outlet, Resume, Row, plain
-from drivetrain.record.stream import Stream, check_tag, kept
+from drivetrain.record.stream import Stream, check_tag
 from drivetrain.record.trackers import MlflowSink, TensorBoardSink, WandbSink, has_tensorboard
 from drivetrain.runtime.ranks import is_master
 from drivetrain.runtime.run import current_run
@@ -72,7 +72,9 @@ class Recorder:
         outlets = [Outlet(journal)]
         if file:
             outlets.append(Outlet(CsvSink()))
-        if _wants_tensorboard(tensorboard):
+        if tensorboard != "auto" and not isinstance(tensorboard, bool):
+            raise ConfigError(f"tensorboard={tensorboard!r} is not valid; expected True, False or 'auto'.")
+        if tensorboard is True or (tensorboard == "auto" and has_tensorboard()):
             outlets.append(Outlet(TensorBoardSink()))
         if console:
             outlets.append(Outlet(ConsoleSink()))
@@ -153,7 +155,8 @@ class Recorder:
         check_tag(tag)
         checked = check_image(image)
         if self._stream.writes():
-            self._add("image", tag, kept(self._stream.buffer, checked))
+            is_tensor = isinstance(checked, Tensor)
+            self._add("image", tag, self._stream.buffer.keep(checked) if is_tensor else checked.copy())
 
     def histogram(self, tag: str, values: object, bins: int = 64) -> None:
         """Record how the values of a tensor or array are spread; counted on its device."""
@@ -322,14 +325,6 @@ def _plain_mapping(name: str, values: object) -> dict[str, object]:
     if not isinstance(values, Mapping):
         raise ConfigTypeError(f"{name}() was given a {type(values).__name__}; expected a dict of names and values.")
     return plain(values)
-
-
-def _wants_tensorboard(tensorboard: object) -> bool:
-    if tensorboard == "auto":
-        return has_tensorboard()
-    if not isinstance(tensorboard, bool):
-        raise ConfigError(f"tensorboard={tensorboard!r} is not valid; expected True, False or 'auto'.")
-    return tensorboard
 
 
 def _made_sinks(sinks: object) -> list[object]:

@@ -15,9 +15,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-from torch import Tensor
-
 from drivetrain.core.errors import ConfigTypeError
 from drivetrain.record.buffer import Arrival, BufferSlot, DeviceBuffer, read_histogram
 from drivetrain.record.images import Picture, encode_image
@@ -66,21 +63,16 @@ class Stream:
         """Return whether this process writes: rank 0 does, also before the group exists, and workers forked from it do not."""
         if self.is_silent or os.getpid() != self._process:
             return False
-        if is_distributed():
-            return get_rank() == 0
-        world = launched_world()
-        return world is None or world.rank == 0
+        world = None if is_distributed() else launched_world()
+        return get_rank() == 0 if world is None else world.rank == 0
 
     def turn(self) -> None:
         """Send what has collected, deliver what has arrived, wait for nothing."""
-        if not self._on_the_way:
-            self._send()
-        self._deliver(wait=False)
-        if not self._on_the_way:
-            self.due = time.monotonic() + self._every
-            self._flush_outlets()
-        else:
+        self.show()
+        if self._on_the_way:
             self.due = time.monotonic() + _GLANCE
+        else:
+            self._make_durable()
 
     def show(self) -> None:
         """Deliver what has arrived to sinks that live from step to step; nothing is made durable."""
@@ -96,8 +88,12 @@ class Stream:
     def flush(self) -> None:
         """Deliver everything recorded and let every sink make it durable."""
         self.read()
+        self._make_durable()
+
+    def _make_durable(self) -> None:
         self.due = time.monotonic() + self._every
-        self._flush_outlets()
+        for outlet in self.outlets:
+            outlet.flush()
 
     def silence(self) -> None:
         """Write nothing from now on; what was recorded before is still written."""
@@ -199,15 +195,6 @@ class Stream:
             atexit.register(self.close)
         self.is_open = True
 
-    def _flush_outlets(self) -> None:
-        for outlet in self.outlets:
-            outlet.flush()
-
-
-def kept(buffer: DeviceBuffer, value: Tensor | np.ndarray) -> Tensor | np.ndarray:
-    """Return a copy of an array or tensor that later changes do not reach."""
-    return buffer.keep(value) if isinstance(value, Tensor) else value.copy()
-
 
 _LONGEST = 200  # file systems allow 255 bytes, and a suffix may follow
 _RESERVED = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(?=\.|$)")  # device names, on one system at least
@@ -232,10 +219,7 @@ def safe_name(tag: str) -> str:
     >>> safe_name("train/loss"), safe_name("../x"), safe_name('a,"b"')
     ('train.loss', '%2E%2E.x', 'a%2C%22b%22')
     """
-    parts = [
-        "".join(char if char.isalnum() or char in "_-" else _escaped(char) for char in part) for part in tag.split("/")
-    ]
-    name = ".".join(parts)
+    name = "".join(char if char.isalnum() or char in "_-" else "." if char == "/" else _escaped(char) for char in tag)
     if name.startswith("."):  # hidden, or the folder above
         name = "%2F" + name[1:]
     if name.endswith("."):

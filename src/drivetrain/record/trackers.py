@@ -20,6 +20,7 @@ import time as clock
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partialmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -267,7 +268,9 @@ class MlflowSink:
             client = MlflowClient(tracking_uri=uri)
             self.run_id = None if resume is None else _continued(client, resume.run_id)
             if self.run_id is None:
-                number = _experiment_id(client, self._experiment or _own_experiment())
+                run = current_run()
+                own = os.environ.get("MLFLOW_EXPERIMENT_NAME") or (run.name if run is not None else "") or "drivetrain"
+                number = _experiment_id(client, self._experiment or own)
                 tags = {"drivetrain.folder": str(folder)}
                 self.run_id = client.create_run(number, run_name=folder.name, tags=tags).info.run_id
         self._client = client
@@ -278,13 +281,17 @@ class MlflowSink:
 
         self._metrics.append(Metric(_key(tag), float(value), int(time * 1000), step))
 
-    def image(self, tag: str, picture: Picture, step: int, time: float) -> None:
-        """Take an image."""
-        self._keep_file(picture.path or picture_path("image", tag, step), picture.png)
+    def _picture(self, kind: str, tag: str, picture: Picture, step: int, time: float) -> None:
+        import tempfile
 
-    def figure(self, tag: str, picture: Picture, step: int, time: float) -> None:
-        """Take a figure."""
-        self._keep_file(picture.path or picture_path("figure", tag, step), picture.png)
+        folder, name = os.path.split(picture.path or picture_path(kind, tag, step))
+        with tempfile.TemporaryDirectory() as aside:
+            file = Path(aside) / name
+            file.write_bytes(picture.png)
+            self._client.log_artifact(self.run_id, str(file), folder)
+
+    image = partialmethod(_picture, "image")
+    figure = partialmethod(_picture, "figure")
 
     def text(self, tag: str, text: str, step: int, time: float) -> None:
         """Take a text."""
@@ -331,15 +338,6 @@ class MlflowSink:
                 self._client = None
                 client.set_terminated(run_id, end_time=int(clock.time() * 1000))
 
-    def _keep_file(self, path: str, content: bytes) -> None:
-        import tempfile
-
-        folder, name = os.path.split(path)
-        with tempfile.TemporaryDirectory() as aside:
-            file = Path(aside) / name
-            file.write_bytes(content)
-            self._client.log_artifact(self.run_id, str(file), folder)
-
 
 def _continued(client: "MlflowClient", run_id: str | None) -> str | None:
     """Return the run that goes on, None where the store does not have it: a run that is resumed elsewhere begins a new one."""
@@ -359,11 +357,6 @@ def _continued(client: "MlflowClient", run_id: str | None) -> str | None:
         )
         return None
     return run_id
-
-
-def _own_experiment() -> str:
-    run = current_run()
-    return os.environ.get("MLFLOW_EXPERIMENT_NAME") or (run.name if run is not None else "") or "drivetrain"
 
 
 def _experiment_id(client: "MlflowClient", name: str) -> str:
