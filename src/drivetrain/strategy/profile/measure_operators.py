@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +21,12 @@ from torch import Tensor
 
 Call = Callable[[], object]
 Axes = tuple[tuple[float, ...], ...]
+_WAYS = ("forward", "backward")
 _PAUSE = 2_000_000
 """Cycles that keep an accelerator busy while calls are put into its queue: about a millisecond."""
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """One kind of operator: the axes of the grid, and what to run at a point (None if it is too large)."""
 
     key: str
@@ -113,32 +115,33 @@ def _questions(device: torch.device) -> Iterator[Question]:
         ((2.0**14, 2.0**18, 2.0**22, 2.0**25, 2.0**28, 2.0**30),) if is_gpu else ((2.0**12, 2.0**16, 2.0**20, 2.0**23),)
     )
     for name in ("float32", half):
-        yield from _traffic(make, name, sizes, is_first=True)
+        yield from _first_traffic(make, name, sizes)
     first = (half, "float32") if is_gpu else ("float32", half)
     for name in (*first, *(("tf32",) if is_gpu else ())):
-        yield Question(f"product/{name}", _PRODUCTS[is_gpu], _product(make, name))
+        yield Question(f"product/{name}", _PRODUCTS[is_gpu], partial(_product, make, name, 0))
     if is_gpu:
         for word, more in (("odd", 1), ("even", 2)):
-            yield Question(f"product/{word}/{half}", _UNALIGNED, _product(make, half, more))
-        yield Question("update/float32", sizes, _update(make))
+            yield Question(f"product/{word}/{half}", _UNALIGNED, partial(_product, make, half, more))
+        yield Question("update/float32", sizes, partial(_update, make))
     for name in ("float32", half):
-        yield from _traffic(make, name, sizes, is_first=False)
+        yield from _more_traffic(make, name, sizes)
+    for name, kind, way in itertools.product(first, ("full", "causal", "masked", "dropout"), _WAYS):
+        yield Question(f"attention/{kind}/{way}/{name}", _ATTENTION[is_gpu], partial(_attention, make, name, kind, way))
     for name in first:
-        for kind, way in itertools.product(("full", "causal", "masked", "dropout"), ("forward", "backward")):
-            yield Question(f"attention/{kind}/{way}/{name}", _ATTENTION[is_gpu], _attention(make, name, kind, way))
-    for name in first:
-        yield Question(f"batched/{name}", _BATCHED[is_gpu], _batched(make, name))
+        yield Question(f"batched/{name}", _BATCHED[is_gpu], partial(_batched, make, name))
+    pixels = _CONVOLUTION[is_gpu][1]
+    convolutions: Sequence[tuple[str, Axes, Callable[..., Call | None]]] = (
+        ("conv/1", _CONVOLUTION[is_gpu], partial(_dense, 1)),
+        ("conv/3", _CONVOLUTION[is_gpu], partial(_dense, 3)),
+        ("conv/few", ((32.0, 64.0), pixels), _few),
+        ("patch", ((48.0, 768.0), pixels[:3]), _patches),
+        ("depthwise", _DEPTHWISE[is_gpu], _depthwise),
+        ("grouped", _GROUPED[is_gpu], _grouped),
+    )
     layouts = ("last", "first") if is_gpu else ("first", "last")
-    for name, layout, way in itertools.product(first, layouts, ("forward", "backward")):
-        for kernel in (1, 3):
-            axes = _CONVOLUTION[is_gpu]
-            yield Question(f"conv/{kernel}/{layout}/{way}/{name}", axes, _dense(make, name, layout, way, kernel))
-        axes = ((32.0, 64.0), _CONVOLUTION[is_gpu][1])
-        yield Question(f"conv/few/{layout}/{way}/{name}", axes, _few(make, name, layout, way))
-        axes = ((48.0, 768.0), _CONVOLUTION[is_gpu][1][:3])
-        yield Question(f"patch/{layout}/{way}/{name}", axes, _patches(make, name, layout, way))
-        yield Question(f"depthwise/{layout}/{way}/{name}", _DEPTHWISE[is_gpu], _depthwise(make, name, layout, way))
-        yield Question(f"grouped/{layout}/{way}/{name}", _GROUPED[is_gpu], _grouped(make, name, layout, way))
+    for name, layout, way in itertools.product(first, layouts, _WAYS):
+        for kind, axes, build in convolutions:
+            yield Question(f"{kind}/{layout}/{way}/{name}", axes, partial(build, make, name, layout, way))
 
 
 _STEPS = (64.0, 256.0, 1024.0, 4096.0, 16384.0)
@@ -168,9 +171,13 @@ _GROUPED: dict[bool, Axes] = {
 
 @dataclass(frozen=True)
 class _Tensors:
-    """Makes tensors on the device, and says what is too large for it."""
+    """Makes tensors on the device, and knows what is too large for it."""
 
     device: torch.device
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.type == "cuda"
 
     def __call__(self, *shape: float, dtype: str = "float32", grad: bool = False) -> Tensor:
         kind = getattr(torch, "float32" if dtype == "tf32" else dtype)
@@ -183,177 +190,165 @@ class _Tensors:
         return flops <= {"float32": 1.5e11, "tf32": 5e11}.get(dtype, 1.2e12) and elements <= 2**30
 
 
-def _way(function: Callable[..., Tensor], inputs: Sequence[Tensor], way: str) -> Call:
-    """Return the forward call of a function, or the backward one alone."""
+def _way(function: Callable[..., Tensor], inputs: Sequence[Tensor], way: str, constant: int = 0) -> Call:
+    """Return the forward call of a function, or the backward one alone; the first `constant` inputs have no gradient."""
     if way == "forward":
         return lambda: function(*inputs)
-    for tensor in inputs:
-        tensor.requires_grad_()
+    learnt = [tensor.requires_grad_() for tensor in inputs[constant:]]
     result = function(*inputs)
     gradient = torch.ones_like(result)
-    return lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)
+    return lambda: torch.autograd.grad(result, learnt, gradient, retain_graph=True)
 
 
-def _product(make: _Tensors, dtype: str, more: int = 0) -> Callable[..., Call | None]:
-    """Return what builds products, with a few more columns than the point says where rows are not to be aligned."""
+def _product(make: _Tensors, dtype: str, more: int, rows: float, columns: float, depth: float) -> Call | None:
+    """Build a product with `more` columns than the point says, so that rows are not aligned."""
+    columns += more
+    if not make.allows(2 * rows * columns * depth, dtype, rows * columns):
+        return None
+    left, right = make(rows, depth, dtype=dtype), make(columns, depth, dtype=dtype).t()
 
-    def build(rows: float, columns: float, depth: float) -> Call | None:
-        columns += more
-        if not make.allows(2 * rows * columns * depth, dtype, rows * columns):
-            return None
-        left, right = make(rows, depth, dtype=dtype), make(columns, depth, dtype=dtype).t()
+    def call() -> Tensor:
+        torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+        return left @ right
 
-        def call() -> Tensor:
-            torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
-            return left @ right
-
-        return call
-
-    return build
+    return call
 
 
-def _batched(make: _Tensors, dtype: str) -> Callable[..., Call | None]:
-    def build(batch: float, side: float, depth: float) -> Call | None:
-        if not make.allows(2 * batch * side * side * depth, dtype, batch * side * max(side, depth)):
-            return None
-        left, right = make(batch, side, depth, dtype=dtype), make(batch, depth, side, dtype=dtype)
-        return lambda: torch.bmm(left, right)
-
-    return build
+def _batched(make: _Tensors, dtype: str, batch: float, side: float, depth: float) -> Call | None:
+    if not make.allows(2 * batch * side * side * depth, dtype, batch * side * max(side, depth)):
+        return None
+    left, right = make(batch, side, depth, dtype=dtype), make(batch, depth, side, dtype=dtype)
+    return lambda: torch.bmm(left, right)
 
 
-def _attention(make: _Tensors, dtype: str, kind: str, way: str) -> Callable[..., Call | None]:
-    def build(rows: float, length: float, width: float) -> Call | None:
-        flops = (10 if way == "backward" else 4) * rows * length * length * width
-        if not make.allows(flops, dtype, rows * length * width) or (kind == "masked" and length > 1024):
-            return None
-        heads = 4 if rows < 16 else 16
-        shape = rows // heads, heads, length, width
-        inputs = [make(*shape, dtype=dtype) for _ in range(3)]
-        mask = make(rows // heads, 1, length, length, dtype=dtype) if kind == "masked" else None
+def _attention(
+    make: _Tensors, dtype: str, kind: str, way: str, rows: float, length: float, width: float
+) -> Call | None:
+    flops = (10 if way == "backward" else 4) * rows * length * length * width
+    if not make.allows(flops, dtype, rows * length * width) or (kind == "masked" and length > 1024):
+        return None
+    heads = 4 if rows < 16 else 16
+    inputs = [make(rows // heads, heads, length, width, dtype=dtype) for _ in range(3)]
+    mask = make(rows // heads, 1, length, length, dtype=dtype) if kind == "masked" else None
+    p = 0.1 if kind == "dropout" and make.device.type == "cuda" else 0.0
+    attend = partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=kind == "causal", dropout_p=p)
+    return _way(attend, inputs, way)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            p = 0.1 if kind == "dropout" and q.device.type == "cuda" else 0.0
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=kind == "causal", dropout_p=p)
 
-        return _way(attend, inputs, way)
+def _update(make: _Tensors, moved: float) -> Call:
+    # The parameter, its gradient and Adam's two numbers are read; all but the gradient are written.
+    parameter = make(max(1.0, moved / 28), grad=True)
+    parameter.grad = torch.ones_like(parameter)
+    return torch.optim.AdamW([parameter], fused=True).step
 
-    return build
+
+def _laid_out(x: Tensor, layout: str) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last) if layout == "last" else x
 
 
 def _images(make: _Tensors, dtype: str, layout: str, channels: float, pixels: float, stride: int = 1) -> Tensor:
     """Return pictures with so many pixels in all after a stride; the more channels, the smaller they are."""
-    side = min(
-        int(math.sqrt(pixels)), 128 if channels <= 16 else 64 if channels <= 64 else 32 if channels <= 256 else 16
-    )
-    x = make(max(1, pixels // side**2), channels, stride * side, stride * side, dtype=dtype)
-    return x.contiguous(memory_format=torch.channels_last) if layout == "last" else x
+    largest = next((side for most, side in ((16, 128), (64, 64), (256, 32)) if channels <= most), 16)
+    side = min(int(math.sqrt(pixels)), largest)
+    return _laid_out(make(max(1, pixels // side**2), channels, stride * side, stride * side, dtype=dtype), layout)
 
 
-def _convolved(x: Tensor, weight: Tensor, way: str, stride: int = 1, groups: int = 1) -> Call:
+def _convolved(x: Tensor, weight: Tensor, way: str, constant: int = 0, **settings: int) -> Call:
+    """Build a convolution of a given layout; with `constant=1` pictures have no gradient."""
     if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
         weight = weight.contiguous(memory_format=torch.channels_last)
-    return _way(
-        lambda x, weight: F.conv2d(x, weight, padding=weight.shape[-1] // 2, stride=stride, groups=groups),
-        [x, weight],
-        way,
-    )
+    settings = {"padding": weight.shape[-1] // 2} | settings
+    return _way(lambda x, weight: F.conv2d(x, weight, **settings), [x, weight], way, constant)
 
 
-def _dense(make: _Tensors, dtype: str, layout: str, way: str, kernel: int) -> Callable[..., Call | None]:
-    def build(channels: float, pixels: float) -> Call | None:
-        flops = 2 * channels * channels * kernel**2 * pixels * (2 if way == "backward" else 1)
-        if not make.allows(flops, "tf32" if dtype == "float32" else dtype, channels * pixels * 4):
-            return None
-        x = _images(make, dtype, layout, channels, pixels)
-        return _convolved(x, make(channels, channels, kernel, kernel, dtype=dtype), way)
-
-    return build
-
-
-def _few(make: _Tensors, dtype: str, layout: str, way: str) -> Callable[..., Call | None]:
-    def build(channels: float, pixels: float) -> Call | None:
-        kernel = 7 if channels > 32 else 3
-        if not make.allows(2 * 3 * channels * kernel**2 * pixels, dtype, channels * pixels * 4):
-            return None
-        x = _images(make, dtype, layout, 3, pixels, stride=2)
-        weight = make(channels, 3, kernel, kernel, dtype=dtype)
-        if way == "forward":
-            return _convolved(x, weight, way, stride=2)
-        if layout == "last":
-            weight = weight.contiguous(memory_format=torch.channels_last)
-        result = F.conv2d(x, weight.requires_grad_(), padding=kernel // 2, stride=2)  # pictures have no gradient
-        gradient = torch.ones_like(result)
-        return lambda: torch.autograd.grad(result, weight, gradient, retain_graph=True)
-
-    return build
+def _dense(
+    kernel: int, make: _Tensors, dtype: str, layout: str, way: str, channels: float, pixels: float
+) -> Call | None:
+    flops = 2 * channels * channels * kernel**2 * pixels * (2 if way == "backward" else 1)
+    if not make.allows(flops, "tf32" if dtype == "float32" else dtype, channels * pixels * 4):
+        return None
+    x = _images(make, dtype, layout, channels, pixels)
+    return _convolved(x, make(channels, channels, kernel, kernel, dtype=dtype), way)
 
 
-def _patches(make: _Tensors, dtype: str, layout: str, way: str) -> Callable[..., Call | None]:
-    def build(depth: float, patches: float) -> Call | None:
-        kernel = int(math.sqrt(depth / 3))
-        if not make.allows(2 * 768 * depth * patches, dtype, 4 * depth * patches):
-            return None
-        side = min(16, int(math.sqrt(patches)))
-        x = make(max(1, patches // side**2), 3, side * kernel, side * kernel, dtype=dtype)
-        weight = make(768 if kernel > 4 else 96, 3, kernel, kernel, dtype=dtype)
-        if layout == "last":
-            x, weight = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, weight))
-        if way == "forward":
-            return lambda: F.conv2d(x, weight, stride=kernel)
-        result = F.conv2d(x, weight.requires_grad_(), stride=kernel)  # pictures have no gradient
-        gradient = torch.ones_like(result)
-        return lambda: torch.autograd.grad(result, weight, gradient, retain_graph=True)
-
-    return build
+def _few(make: _Tensors, dtype: str, layout: str, way: str, channels: float, pixels: float) -> Call | None:
+    kernel = 7 if channels > 32 else 3
+    if not make.allows(2 * 3 * channels * kernel**2 * pixels, dtype, channels * pixels * 4):
+        return None
+    x = _images(make, dtype, layout, 3, pixels, stride=2)
+    return _convolved(x, make(channels, 3, kernel, kernel, dtype=dtype), way, constant=1, stride=2)
 
 
-def _update(make: _Tensors) -> Callable[..., Call | None]:
-    def build(moved: float) -> Call | None:
-        parameter = make(
-            max(1.0, moved / 28), grad=True
-        )  # it, its gradient and Adam's two numbers are read, all but one are written
-        parameter.grad = torch.ones_like(parameter)
-        optimizer = torch.optim.AdamW([parameter], fused=True)
-        return optimizer.step
-
-    return build
+def _patches(make: _Tensors, dtype: str, layout: str, way: str, depth: float, patches: float) -> Call | None:
+    kernel = int(math.sqrt(depth / 3))
+    if not make.allows(2 * 768 * depth * patches, dtype, 4 * depth * patches):
+        return None
+    side = min(16, int(math.sqrt(patches)))
+    x = _laid_out(make(max(1, patches // side**2), 3, side * kernel, side * kernel, dtype=dtype), layout)
+    weight = make(768 if kernel > 4 else 96, 3, kernel, kernel, dtype=dtype)
+    return _convolved(x, weight, way, constant=1, stride=kernel, padding=0)
 
 
-def _depthwise(make: _Tensors, dtype: str, layout: str, way: str) -> Callable[..., Call | None]:
-    def build(kernel: float, channels: float, pixels: float) -> Call | None:
-        if not make.allows(2 * channels * kernel**2 * pixels, dtype, channels * pixels * 4):
-            return None
-        x = _images(make, dtype, layout, channels, pixels)
-        return _convolved(x, make(channels, 1, kernel, kernel, dtype=dtype), way, groups=int(channels))
+def _depthwise(
+    make: _Tensors, dtype: str, layout: str, way: str, kernel: float, channels: float, pixels: float
+) -> Call | None:
+    if not make.allows(2 * channels * kernel**2 * pixels, dtype, channels * pixels * 4):
+        return None
+    x = _images(make, dtype, layout, channels, pixels)
+    return _convolved(x, make(channels, 1, kernel, kernel, dtype=dtype), way, groups=int(channels))
 
-    return build
+
+def _grouped(
+    make: _Tensors, dtype: str, layout: str, way: str, width: float, channels: float, pixels: float
+) -> Call | None:
+    if not make.allows(2 * channels * width * 9 * pixels, dtype, channels * pixels * 4) or width > channels:
+        return None
+    x = _images(make, dtype, layout, channels, pixels)
+    return _convolved(x, make(channels, width, 3, 3, dtype=dtype), way, groups=int(channels // width))
 
 
-def _grouped(make: _Tensors, dtype: str, layout: str, way: str) -> Callable[..., Call | None]:
-    def build(width: float, channels: float, pixels: float) -> Call | None:
-        if not make.allows(2 * channels * width * 9 * pixels, dtype, channels * pixels * 4) or width > channels:
-            return None
-        x = _images(make, dtype, layout, channels, pixels)
-        return _convolved(x, make(channels, width, 3, 3, dtype=dtype), way, groups=int(channels // width))
+# What is bound by memory, over the bytes that are moved; of norms and reductions also over the width of a row.
+
+_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
+_PASSES = {"forward": 2, "backward": 3}
+"""How often norms and softmax read or write their rows."""
+
+
+def _count(moved: float, dtype: str, passes: float, row: float) -> int:
+    """Return how many rows of so many elements are moved; fewer than one are a ValueError."""
+    count = int(moved / passes / _ELEMENT[dtype] / row)
+    if count == 0:
+        raise ValueError("too small for its shape")
+    return count
+
+
+def _on_rows(
+    make: _Tensors,
+    dtype: str,
+    function: Callable[..., Tensor],
+    passes: float,
+    *shape: int,
+    way: str = "forward",
+    weights: int = 0,
+) -> Callable[..., Call]:
+    """Return what builds a call on rows of one shape; without a shape, of as many columns as the point says."""
+
+    def build(*point: float) -> Call:
+        *columns, moved = point
+        row = shape or tuple(columns)
+        x = make(_count(moved, dtype, passes, math.prod(row)), *row, dtype=dtype)
+        return _way(function, [x, *(make(row[0], dtype=dtype) for _ in range(weights))], way)
 
     return build
 
 
-def _traffic(make: _Tensors, dtype: str, sizes: Axes, *, is_first: bool) -> Iterator[Question]:
-    """Yield what is bound by memory, over the bytes that are moved; of norms and reductions also over the width of a row."""
-    width = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
+def _first_traffic(make: _Tensors, dtype: str, sizes: Axes) -> Iterator[Question]:
+    """Yield what nearly every model does."""
     other = torch.bfloat16 if dtype == "float32" else torch.float32
-    is_gpu = make.device.type == "cuda"
-
-    def rows(moved: float, times: float, columns: float = 1024) -> int:
-        count = int(moved / times / width / columns)
-        if count == 0:
-            raise ValueError("too small for its shape")
-        return count
+    width, rows = _ELEMENT[dtype], partial(_on_rows, make, dtype)
 
     def elementwise(moved: float) -> Call:
-        x, y = (make(rows(moved, 3), 1024, dtype=dtype) for _ in range(2))
+        x, y = (make(_count(moved, dtype, 3, 1024), 1024, dtype=dtype) for _ in range(2))
         return lambda: x + y
 
     def mixed(moved: float) -> Call:
@@ -362,112 +357,60 @@ def _traffic(make: _Tensors, dtype: str, sizes: Axes, *, is_first: bool) -> Iter
         return lambda: x + y
 
     def broadcast(moved: float) -> Call:
-        x = make(rows(moved, 2, 65536), 64, 16, 64, dtype=dtype).transpose(1, 2)
+        x = make(_count(moved, dtype, 2, 65536), 64, 16, 64, dtype=dtype).transpose(1, 2)
         y = make(1, 1, 64, 64, dtype=dtype)
         return lambda: x * y
 
-    def turned(moved: float) -> Call:
-        x = make(rows(moved, 2, 65536), 64, 16, 64, dtype=dtype)
-        return lambda: x.transpose(1, 2).contiguous()
+    narrow: Axes = ((96.0, 256.0, 1024.0), sizes[0][1:]) if make.is_gpu else ((64.0, 512.0), sizes[0])
+    yield Question(f"elementwise/{dtype}", sizes, elementwise)
+    yield Question(f"elementwise/mixed/{dtype}", sizes, mixed)
+    yield Question(f"elementwise/broadcast/{dtype}", sizes, broadcast)
+    yield Question(f"copy/{dtype}", sizes, rows(lambda x: x.to(other), 6 / width, 1024))
+    yield Question(f"reduction/outer/{dtype}", narrow, rows(lambda x: x.sum(0), 1))
+    for way in _WAYS:
+        norm = rows(lambda x, w, b: F.layer_norm(x, w.shape, w, b), _PASSES[way], way=way, weights=2)
+        yield Question(f"norm/layer/{way}/{dtype}", narrow, norm)
 
-    def cast(moved: float) -> Call:
-        x = make(rows(moved, 6 / width), 1024, dtype=dtype)
-        return lambda: x.to(other)
 
-    def layer_norm(way: str) -> Callable[..., Call]:
-        def build(columns: float, moved: float) -> Call:
-            x = make(rows(moved, 2 if way == "forward" else 3, columns), columns, dtype=dtype)
-            weight, bias = make(columns, dtype=dtype), make(columns, dtype=dtype)
-            return _way(lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias), [x, weight, bias], way)
+def _more_traffic(make: _Tensors, dtype: str, sizes: Axes) -> Iterator[Question]:
+    """Yield what fewer models do."""
+    rows = partial(_on_rows, make, dtype)
 
-        return build
-
-    def batch_norm(way: str, layout: str) -> Callable[..., Call]:
-        def build(channels: float, moved: float) -> Call:
-            side = 56 if channels < 100 else 28 if channels < 400 else 14
-            count = rows(moved, 2 if way == "forward" else 3, channels * side * side)
-            x = make(count, channels, side, side, dtype=dtype)
-            x = x.contiguous(memory_format=torch.channels_last) if layout == "last" else x
-            inputs = [x, make(channels), make(channels)]
-            return _way(lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), inputs, way)
-
-        return build
-
-    def group_norm(way: str) -> Callable[..., Call]:
-        def build(moved: float) -> Call:
-            x = make(rows(moved, 2 if way == "forward" else 3, 128 * 28 * 28), 128, 28, 28, dtype=dtype)
-            return _way(
-                lambda x, w, b: F.group_norm(x, 32, w, b), [x, make(128, dtype=dtype), make(128, dtype=dtype)], way
-            )
-
-        return build
-
-    def softmax(way: str) -> Callable[..., Call]:
-        def build(columns: float, moved: float) -> Call:
-            x = make(rows(moved, 2 if way == "forward" else 3, columns), columns, dtype=dtype)
-            return _way(lambda x: x.softmax(-1), [x], way)
-
-        return build
-
-    def reduced(dim: int) -> Callable[..., Call]:
-        def build(columns: float, moved: float) -> Call:
-            x = make(rows(moved, 1, columns), columns, dtype=dtype)
-            return lambda: x.sum(dim)
-
-        return build
-
-    def summed(moved: float) -> Call:
-        x = make(rows(moved, 1), 1024, dtype=dtype)
-        return lambda: x.sum()
+    def batch_norm(layout: str, way: str, channels: float, moved: float) -> Call:
+        side = 56 if channels < 100 else 28 if channels < 400 else 14
+        count = _count(moved, dtype, _PASSES[way], channels * side * side)
+        x = _laid_out(make(count, channels, side, side, dtype=dtype), layout)
+        inputs = [x, make(channels), make(channels)]
+        return _way(lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), inputs, way)
 
     def gathered(moved: float) -> Call:
-        table, index = make(8192, 768, dtype=dtype), torch.randint(8192, (rows(moved, 2, 768),), device=make.device)
+        count = _count(moved, dtype, 2, 768)
+        table, index = make(8192, 768, dtype=dtype), torch.randint(8192, (count,), device=make.device)
         return lambda: F.embedding(index, table)
 
     def scattered(moved: float) -> Call:
-        count = max(1, rows(moved, 1, 768) - 2048)
+        count = max(1, _count(moved, dtype, 1, 768) - 2048)
         index, gradient = torch.randint(2048, (count,), device=make.device), make(count, 768, dtype=dtype)
         return lambda: torch.ops.aten.embedding_dense_backward(gradient, index, 2048, -1, False)
 
-    def pooled(way: str) -> Callable[..., Call]:
-        def build(moved: float) -> Call:
-            x = make(rows(moved, 1.25 if way == "forward" else 2.5, 64 * 56 * 56), 64, 56, 56, dtype=dtype)
-            return _way(lambda x: F.max_pool2d(x, 3, 2, 1), [x], way)
-
-        return build
-
-    def scanned(moved: float) -> Call:
-        x = make(rows(moved, 2), 1024, dtype=dtype)
-        return lambda: x.cumsum(-1)
-
-    def ordered(moved: float) -> Call:
-        x = make(rows(moved, 2), 1024, dtype=dtype)
-        return lambda: x.sort(-1)
-
-    some = sizes[0][1:] if is_gpu else sizes[0]
-    narrow: Axes = ((96.0, 256.0, 1024.0) if is_gpu else (64.0, 512.0), some)
-    wide: Axes = ((64.0, 1024.0, 32768.0) if is_gpu else (64.0, 1024.0), some)
-    if is_first:
-        yield Question(f"elementwise/{dtype}", sizes, elementwise)
-        yield Question(f"elementwise/mixed/{dtype}", sizes, mixed)
-        yield Question(f"elementwise/broadcast/{dtype}", sizes, broadcast)
-        yield Question(f"copy/{dtype}", sizes, cast)
-        yield Question(f"reduction/outer/{dtype}", narrow, reduced(0))
-        yield Question(f"norm/layer/forward/{dtype}", narrow, layer_norm("forward"))
-        yield Question(f"norm/layer/backward/{dtype}", narrow, layer_norm("backward"))
-        return
+    some = sizes[0][1:] if make.is_gpu else sizes[0]
+    wide: Axes = ((64.0, 1024.0, 32768.0) if make.is_gpu else (64.0, 1024.0), some)
+    channels: Axes = ((32.0, 128.0, 512.0) if make.is_gpu else (16.0, 64.0), some)
+    turned = rows(lambda x: x.transpose(1, 2).contiguous(), 2, 64, 16, 64)
     yield Question(f"copy/turned/{dtype}", sizes, turned)
-    channels: Axes = ((32.0, 128.0, 512.0) if is_gpu else (16.0, 64.0), some)
-    for way, layout in itertools.product(("forward", "backward"), ("first", "last")):
+    for way, layout in itertools.product(_WAYS, ("first", "last")):
         name = "/last" if layout == "last" else ""
-        yield Question(f"norm/batch{name}/{way}/{dtype}", channels, batch_norm(way, layout))
-    for way in ("forward", "backward"):
-        yield Question(f"norm/group/{way}/{dtype}", sizes, group_norm(way))
-        yield Question(f"softmax/{way}/{dtype}", wide, softmax(way))
-        yield Question(f"pool/{way}/{dtype}", sizes, pooled(way))
-    yield Question(f"reduction/inner/{dtype}", wide, reduced(-1))
-    yield Question(f"reduction/all/{dtype}", sizes, summed)
+        yield Question(f"norm/batch{name}/{way}/{dtype}", channels, partial(batch_norm, layout, way))
+    for way in _WAYS:
+        norm = rows(lambda x, w, b: F.group_norm(x, 32, w, b), _PASSES[way], 128, 28, 28, way=way, weights=2)
+        softmax = rows(lambda x: x.softmax(-1), _PASSES[way], way=way)
+        pool = rows(lambda x: F.max_pool2d(x, 3, 2, 1), 1.25 if way == "forward" else 2.5, 64, 56, 56, way=way)
+        yield Question(f"norm/group/{way}/{dtype}", sizes, norm)
+        yield Question(f"softmax/{way}/{dtype}", wide, softmax)
+        yield Question(f"pool/{way}/{dtype}", sizes, pool)
+    yield Question(f"reduction/inner/{dtype}", wide, rows(lambda x: x.sum(-1), 1))
+    yield Question(f"reduction/all/{dtype}", sizes, rows(lambda x: x.sum(), 1, 1024))
     yield Question(f"gather/{dtype}", sizes, gathered)
     yield Question(f"scatter/{dtype}", sizes, scattered)
-    yield Question(f"scan/{dtype}", sizes, scanned)
-    yield Question(f"sort/{dtype}", (sizes[0][:4],), ordered)
+    yield Question(f"scan/{dtype}", sizes, rows(lambda x: x.cumsum(-1), 2, 1024))
+    yield Question(f"sort/{dtype}", (sizes[0][:4],), rows(lambda x: x.sort(-1)[0], 2, 1024))
