@@ -633,14 +633,17 @@ def test_a_search_captures_graphs_only_for_the_plans_that_are_tried_first():
     run = find._Search(make_task(batch=64), torch.device("cpu"), 1, constraints, None)
     run.reason = None  # as if the device were here
     about = Knowledge(make_profile(compiled_bytes=None), GPU, run.thinking, 30.0, profiler)
-    found = build_space(run._problem(about.profile, GPU))
-    candidates, top = run._promising(about.predicted(found.candidates), about, found, 1e15)
+    run.known, run.budget = about, 1e15
+    found = run.space = build_space(run._problem())
+    candidates, top = run._promising(about.predicted(found.candidates))
     assert top and not about.asked  # all of them fit easily, and will be measured
-    candidates, top = run._promising(candidates, about, found, 1.5 * max(item.peak for item in top))
+    run.budget = 1.5 * max(item.peak for item in top)
+    candidates, top = run._promising(candidates)
     assert about.asked == {"bfloat16/compiled"} and profiler.parts == [about.asked]
     assert top and len(candidates) == len(found.candidates)
     assert any(parts_read(item.candidate.effects) - about.asked for item in candidates)
-    run._promising(candidates, about, found, 1.0)
+    run.budget = 1.0
+    run._promising(candidates)
     assert about.asked == {"bfloat16/compiled", "float32/compiled"}  # nothing fits: it matters what each of them keeps
 
 
@@ -697,10 +700,10 @@ def test_a_plan_that_cannot_be_applied_is_not_chosen_however_fast_it_is_predicte
     sizes = {"zero": 8, "micro": 8, "sharding": "fsdp"}
     rejected, valid = scored(1, 1, chunked_loss=True, cpu_offload=True, **sizes), scored(2, 1, **sizes)
     plain = scored(9, 1, data=8, micro=8)
-    here = build_space(place(8))
-    assert run._unmeasured([rejected, valid, plain], plain, here, []) == valid
+    run.space = build_space(place(8))
+    assert run._unmeasured([rejected, valid, plain], plain, []) == valid
     assert "cannot be used together" in run._rejected
-    assert run._unmeasured([rejected], plain, here, []) == plain
+    assert run._unmeasured([rejected], plain, []) == plain
 
 
 def make_task(model=None, batch=8, **changes):

@@ -79,12 +79,12 @@ class BufferSlot(NamedTuple):
     """A number that is on its way; `read()` it when its arrival is ready."""
 
     page: _Page
-    index: int
+    place: int
     dtype: torch.dtype
 
     def read(self) -> Number:
         """Return the number."""
-        return self.page.read(self.index, self.dtype)
+        return self.page.read(self.place, self.dtype)
 
 
 class Arrival:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -253,7 +253,7 @@ def _images(make: _Tensors, dtype: str, layout: str, channels: float, pixels: fl
     return _laid_out(make(max(1, pixels // side**2), channels, stride * side, stride * side, dtype=dtype), layout)
 
 
-def _convolved(x: Tensor, weight: Tensor, way: str, constant: int = 0, **settings: int) -> Call:
+def _convolved(x: Tensor, weight: Tensor, way: str, constant: int = 0, **settings: Any) -> Call:
     """Build a convolution of a given layout; with `constant=1` pictures have no gradient."""
     if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
         weight = weight.contiguous(memory_format=torch.channels_last)
@@ -335,7 +335,7 @@ def _on_rows(
 
     def build(*point: float) -> Call:
         *columns, moved = point
-        row = shape or tuple(columns)
+        row: tuple[float, ...] = shape or tuple(columns)
         x = make(_count(moved, dtype, passes, math.prod(row)), *row, dtype=dtype)
         return _way(function, [x, *(make(row[0], dtype=dtype) for _ in range(weights))], way)
 

@@ -127,6 +127,16 @@ class ModelProfile:
         """Operations of a forward pass for one sample."""
         return sum(unit.count * unit.forward_flops for unit in self.units)
 
+    @property
+    def blocks(self) -> list[UnitProfile]:
+        """The repeated blocks: all units but the rest of the model."""
+        return [unit for unit in self.units if unit.path]
+
+    @property
+    def trainable_share(self) -> float:
+        """The share of the parameters that is trained."""
+        return self.trainable / max(self.parameters, 1)
+
     def peak(self, kind: str, batch: float) -> float | None:
         """Return the tracked peak of an eager step of `batch` samples with a fused optimizer, or None if it was not tracked.
 

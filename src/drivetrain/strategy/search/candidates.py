@@ -55,9 +55,8 @@ class Candidate:
     @property
     def batch(self) -> BatchSplit:
         """The batch arithmetic."""
-        return BatchSplit(
-            global_size=self.global_size, micro=self.micro, accumulation=self.accumulation, data_ranks=self.data_ranks
-        )
+        size, ranks = self.global_size, self.data_ranks
+        return BatchSplit(global_size=size, micro=self.micro, accumulation=self.accumulation, data_ranks=ranks)
 
     @cached_property
     def configs(self) -> dict[str, Any]:
@@ -127,7 +126,7 @@ class Candidate:
         return [] if [axis for axis, _ in present] in ([], ["data"]) else present
 
     def _implied(self) -> dict[str, dict[str, Any]]:
-        found = ((method.name, method.implied(self)) for method in _implied_methods())
+        found = ((method.name, method.implied(self)) for method in all_methods() if is_implied(method))
         return {name: settings for name, settings in found if settings is not None}
 
     def names(self) -> list[str]:
@@ -159,9 +158,9 @@ def steps_of(option: Option) -> tuple[tuple[Method, Any], ...]:
     return tuple((find_method(name), config) for name, config in option)
 
 
-def _implied_methods() -> list[Method]:
-    """Return the methods that a mesh or a batch split may imply."""
-    return [method for method in all_methods() if type(method).implied is not Method.implied]
+def is_implied(method: Method) -> bool:
+    """Return whether a mesh or a batch split expresses a method, so that no option does."""
+    return type(method).implied is not Method.implied
 
 
 def in_order(methods: Mapping[str, object]) -> Option:
@@ -170,11 +169,8 @@ def in_order(methods: Mapping[str, object]) -> Option:
     >>> [name for name, _ in in_order({"checkpoint": None, "zero1": None, "micro_batch": None})]
     ['zero1', 'checkpoint']
     """
-    return tuple(
-        (method.name, methods[method.name])
-        for method in all_methods()
-        if method.name in methods and type(method).implied is Method.implied
-    )
+    names = [method.name for method in all_methods() if not is_implied(method)]
+    return tuple((name, methods[name]) for name in names if name in methods)
 
 
 def label_of(candidate: Candidate) -> str:

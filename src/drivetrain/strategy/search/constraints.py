@@ -10,6 +10,7 @@ from torch import nn
 
 from drivetrain.core.display import parse_size
 from drivetrain.core.errors import ConfigError, ConflictError, UnknownMethodError
+from drivetrain.strategy.batching import BatchSplit, plan_batch
 from drivetrain.strategy.device_spec import DeviceSpec
 from drivetrain.strategy.profile.values import MachineProfile, ModelProfile
 from drivetrain.strategy.registry import expand_names, find_method, group_names, mesh_method
@@ -49,20 +50,12 @@ class SearchConstraints:
             raise ConfigError(f"numerics={self.numerics!r}: expected {', '.join(map(repr, NUMERICS))}.")
         parse_memory(self.memory_budget)
         unwanted = self.unwanted()
-        for item in self.included:
-            name = item[0] if isinstance(item, tuple | list) else item
+        for name in self._included_names():
             members = expand_names([name])
-            both = members & unwanted
-            if both and not (name in group_names() and members - unwanted):
-                raise ConflictError(
-                    f"{', '.join(sorted(both))}: both included and excluded. Remove it from one of the lists."
-                )
+            if not (name in group_names() and members - unwanted):
+                _reject_both(members & unwanted)
         if self.start is not None:
-            present = [name for name in self.start.opt_names() if name in unwanted]
-            if present:
-                raise ConflictError(
-                    f"{', '.join(present)}: excluded, but in the plan that load_strategy gives. Remove it from one of them."
-                )
+            _reject_excluded(self.start, unwanted)
 
     def unwanted(self) -> set[str]:
         """Return the names of the methods that must not be used."""
@@ -70,8 +63,10 @@ class SearchConstraints:
 
     def wanted(self) -> list[frozenset[str]]:
         """Return sets of names. A plan must have at least one name of each set."""
-        names = [item[0] if isinstance(item, tuple | list) else item for item in self.included]
-        return [frozenset(expand_names([name]) - self.unwanted()) for name in names]
+        return [frozenset(expand_names([name]) - self.unwanted()) for name in self._included_names()]
+
+    def _included_names(self) -> list[str]:
+        return [item[0] if isinstance(item, tuple | list) else item for item in self.included]
 
     def configured(self) -> dict[str, Any]:
         """Return the settings of the methods that were included with settings."""
@@ -92,14 +87,8 @@ def with_included(plan: Strategy, included: Iterable[object] | None, excluded: I
     """Return a plan with everything that must be in it. An excluded method in it raises."""
     wanted = [item if isinstance(item, tuple | list) else (item,) for item in included or ()]
     unwanted = expand_names(excluded or ())
-    both = expand_names(item[0] for item in wanted) & unwanted
-    if both:
-        raise ConflictError(f"{', '.join(sorted(both))}: both included and excluded. Remove it from one of the lists.")
-    present = [name for name in plan.opt_names() if name in unwanted]
-    if present:
-        raise ConflictError(
-            f"{', '.join(present)}: excluded, but in the plan that load_strategy gives. Remove it from one of them."
-        )
+    _reject_both(expand_names(item[0] for item in wanted) & unwanted)
+    _reject_excluded(plan, unwanted)
     for item in wanted:
         members = expand_names(item[:1])
         if members & set(plan.opt_names()):
@@ -110,6 +99,19 @@ def with_included(plan: Strategy, included: Iterable[object] | None, excluded: I
             )
         plan = plan.add_opt(item)
     return plan
+
+
+def _reject_both(names: Iterable[str]) -> None:
+    if names:
+        raise ConflictError(f"{', '.join(sorted(names))}: both included and excluded. Remove it from one of the lists.")
+
+
+def _reject_excluded(plan: Strategy, unwanted: set[str]) -> None:
+    present = [name for name in plan.opt_names() if name in unwanted]
+    if present:
+        raise ConflictError(
+            f"{', '.join(present)}: excluded, but in the plan that load_strategy gives. Remove it from one of them."
+        )
 
 
 def parse_memory(value: float | int | str) -> float | int:
@@ -137,11 +139,6 @@ def budget_bytes(value: float | int | str, free: float) -> float:
     return parsed * free if isinstance(parsed, float) else float(parsed)
 
 
-def plain_numbers(parts: Mapping[str, float]) -> dict[str, float]:
-    """Return a mapping of floats that JSON can hold, without zeros."""
-    return {name: float(value) for name, value in parts.items() if value}
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlanningProblem:
     """What plans are made for: a model, a machine, a number of processes and a global batch."""
@@ -160,21 +157,26 @@ class PlanningProblem:
     local: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """By method: configurations that rank 0 offers, because they depend on a process."""
 
+    def batch_for(self, ranks: int, *given: int | None) -> BatchSplit:
+        """Return the batch split on some data ranks, or raise; `given` are micro-batch and accumulation."""
+        rounding = self.constraints.allow_batch_rounding
+        return plan_batch(self.global_batch, ranks, *given, allow_rounding=rounding)
+
 
 class Requests:
     """The caller's constraints on methods and configurations."""
 
     def __init__(self, problem: PlanningProblem):
-        constraints = problem.constraints
+        self.problem, constraints = problem, problem.constraints
         self.unwanted, self.wanted = constraints.unwanted(), constraints.wanted()
-        self.kept: dict[str, Any] = constraints.configured()
-        self.base: dict[str, Any] = {}
+        self.fixed: dict[str, Any] = constraints.configured()
+        self.varied: dict[str, Any] = {}
         self.start = constraints.start
         self.only: frozenset[str] | None = None
         if self.start is not None:
             tunable = {entry.name for entry in self.start if entry.tunable} or set(self.start.opt_names())
             for name, config, _ in self.start:
-                (self.base if name in tunable else self.kept).setdefault(name, config)
+                (self.varied if name in tunable else self.fixed).setdefault(name, config)
             names = set(self.start.opt_names()) | set().union(*self.wanted, set())
             self.only = frozenset(names | ({mesh_method().name} if problem.world > 1 else set()))
             self.wanted = [*self.wanted, *(frozenset({name}) for name in self.start.opt_names())]
@@ -183,22 +185,19 @@ class Requests:
             groups = [members for members in self.wanted if all(find_method(name).needs_processes for name in members)]
             alone += [min(members) for members in groups]
         idle = [name for name in alone if find_method(name).stays_idle]
-        for name in [name for name in alone if self._is_unexpressed(name, problem)] + idle:
-            if name not in self.base:
-                (self.base if name in idle else self.kept).setdefault(name, find_method(name).parse(None))
-        written = {*self.kept, *self.base}
-        self.here = frozenset(
-            name for name in written if find_method(name).stays_idle or self._is_unexpressed(name, problem)
-        )
+        for name in [name for name in alone if self._is_unexpressed(name)] + idle:
+            if name not in self.varied:
+                (self.varied if name in idle else self.fixed).setdefault(name, find_method(name).parse(None))
+        written = {*self.fixed, *self.varied}
+        self.here = frozenset(name for name in written if find_method(name).stays_idle or self._is_unexpressed(name))
         """Methods that every candidate's plan has."""
-        self.keeps_searched = any(find_method(name).is_searched for name in self.kept)
+        self.keeps_searched = any(find_method(name).is_searched for name in self.fixed)
         """Whether some configuration that stays is one that the space would vary."""
 
-    @staticmethod
-    def _is_unexpressed(name: str, problem: PlanningProblem) -> bool:
-        """Return whether no option of the space stands for a method; on one process some are dropped when the plan is applied."""
+    def _is_unexpressed(self, name: str) -> bool:
+        """Return whether no option of the space represents a method; on one process some are dropped when the plan is applied."""
         method = find_method(name)
-        return not method.is_searched or (problem.world == 1 and method.needs_processes)
+        return not method.is_searched or (self.problem.world == 1 and method.needs_processes)
 
     def may(self, name: str) -> bool:
         """Return whether a candidate may have a method."""
@@ -206,7 +205,7 @@ class Requests:
 
     def must(self, name: str) -> bool:
         """Return whether every candidate has this method."""
-        return any(members == {name} for members in self.wanted) or name in self.kept
+        return any(members == {name} for members in self.wanted) or name in self.fixed
 
     def allows(self, candidate: Candidate) -> bool:
         """Return whether a candidate has everything that was requested and nothing that was excluded."""

@@ -16,7 +16,7 @@ A user's method changes a cost in `estimate(cost, config)` and returns the new o
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -75,11 +75,10 @@ _RECORDED_SHARE = 0.1
 
 def predict_memory(effects: Effects, profile: ModelProfile, machine: MachineProfile) -> dict[str, float]:
     """Return bytes by category at the moment of the peak, on the rank that needs most."""
-    e = effects
-    peak = _largest_moment(e, profile)
-    peak["activations"] = max(0.0, peak.get("activations", 0.0) + tracked_excess(e, profile))
+    peak = _largest_moment(effects, profile)
+    peak["activations"] = max(0.0, peak.get("activations", 0.0) + tracked_excess(effects, profile))
     peak["reserve"] = machine.reserve_bytes + machine.reserve_share * sum(peak.values())
-    if e.is_recorded:
+    if effects.is_recorded:
         peak["reserve"] += _RECORDED_SHARE * peak["activations"]
     return peak
 
@@ -136,7 +135,7 @@ def _largest_moment(e: Effects, profile: ModelProfile) -> dict[str, float]:
 def _fixed_state(e: Effects, profile: ModelProfile) -> dict[str, float]:
     """Return parameters, gradients and optimizer state, which do not grow with the batch."""
     whole = profile.parameter_bytes / e.parameter_ranks
-    trainable = profile.trainable / max(profile.parameters, 1)
+    trainable = profile.trainable_share
     held = whole if e.parameter_width is None else e.parameter_width * profile.parameters / e.parameter_ranks
     params, grads = held / e.shards, held * trainable / e.shards
     optimizer = profile.optimizer_bytes / e.parameter_ranks / e.optimizer_shards
@@ -154,7 +153,7 @@ def gathered_bytes(e: Effects, profile: ModelProfile) -> float:
     if not e.is_sharded or e.shards == 1:
         return 0.0
     width = 2.0 if e.arithmetic == "bfloat16" else 4.0
-    blocks = [unit for unit in profile.units if unit.path]
+    blocks = profile.blocks
     block = max((unit.parameters for unit in blocks), default=0)
     rest = profile.parameters - sum(unit.parameters * unit.count for unit in blocks)
     if e.gathers_whole:
@@ -187,9 +186,8 @@ def output_gradient_bytes(e: Effects, profile: ModelProfile) -> float:
 
 def activation_bytes(e: Effects, profile: ModelProfile) -> float:
     """Return what is kept between forward and backward, including the batch."""
-    kept = e.arithmetic
+    kept, blocks = e.arithmetic, profile.blocks
     ratio = compiled_ratio(e, profile)
-    blocks = [unit for unit in profile.units if unit.path]
     of_blocks = sum(_block_bytes(unit, e.recompute, kept, ratio) for unit in blocks)
     largest = max((unit.largest_saved_bytes.get(kept, unit.saved_bytes[kept]) * ratio for unit in blocks), default=0.0)
     if e.recompute.keeps != "all":
@@ -203,7 +201,9 @@ def activation_bytes(e: Effects, profile: ModelProfile) -> float:
     if e.compiled == "model":
         fixed = (profile.compiled_fixed_bytes or {}).get(kept, 0.0) / e.parameter_ranks
     samples = e.micro / e.token_ranks
-    return samples / e.parts * _of_fullest_stage(e, of_blocks, rest) + fixed + samples * profile.input_bytes
+    # The fullest pipeline stage is the first or the last: 1F1B holds min(p - i, m) micro-batches on stage i.
+    fullest = max(of_blocks / e.stages * min(e.stages, e.parts), of_blocks / e.stages + rest)
+    return samples / e.parts * fullest + fixed + samples * profile.input_bytes
 
 
 def _block_bytes(unit: UnitProfile, recompute: Recompute, kept: str, ratio: float) -> float:
@@ -218,13 +218,6 @@ def _block_bytes(unit: UnitProfile, recompute: Recompute, kept: str, ratio: floa
     return on_device * inputs + (unit.count - computed_again) * saved
 
 
-def _of_fullest_stage(e: Effects, of_blocks: float, rest: float) -> float:
-    """Return what the fullest stage keeps for one sample of each micro-batch in flight: 1F1B holds min(p - i, m) on stage i."""
-    first = of_blocks / e.stages * min(e.stages, e.parts)
-    last = of_blocks / e.stages + rest
-    return max(first, last)
-
-
 def compiled_ratio(e: Effects, profile: ModelProfile) -> float:
     """Return the activations that compilation keeps, relative to eager mode. Decomposed attention may keep more.
 
@@ -237,6 +230,7 @@ def compiled_ratio(e: Effects, profile: ModelProfile) -> float:
 
 _BACKWARD = 2.0
 """A backward pass costs twice its forward pass."""
+_TIMES = {"forward": 1.0, "backward": _BACKWARD}
 _THREAD_GAIN = 0.5
 """Twice the threads take the square root of a half of the time: a prior between large products, which gain all of it, and memory traffic,
 which gains little; a trial decides."""
@@ -277,7 +271,17 @@ def recorded_pass(e: Effects, profile: ModelProfile, machine: MachineProfile) ->
     """Return the time of the operators of one pass. Compiled parts run fused."""
     batch = e.micro / e.parts / e.work_ranks
     key = (e.arithmetic, e.compiled, e.is_recorded, e.rate, e.is_channels_last, e.block_kernels, e.other_kernels, batch)
-    return _REMEMBERED.recall(profile, machine, key, lambda: _recorded_pass(e, profile, machine, batch))
+    place = (id(profile), id(machine), *key)
+    if place not in _passes:
+        if len(_passes) >= _MOST_PASSES:
+            _passes.clear()
+        _passes[place] = profile, machine, _recorded_pass(e, profile, machine, batch)
+    return _passes[place][2]
+
+
+_MOST_PASSES = 4096
+_passes: dict[tuple[object, ...], tuple[ModelProfile, MachineProfile, PassTime]] = {}
+"""What thousands of candidates share. Profile and machine are held, so that their addresses stay theirs."""
 
 
 def _recorded_pass(e: Effects, profile: ModelProfile, machine: MachineProfile, batch: float) -> PassTime:
@@ -293,8 +297,8 @@ def _recorded_pass(e: Effects, profile: ModelProfile, machine: MachineProfile, b
             machine,
             rate=e.rate,
             how=how if is_fused else "eager",
-            is_channels_last=e.is_channels_last
-            or (is_fused and machine.kind == "cuda"),  # the compiler turns images itself
+            # The compiler turns images itself.
+            is_channels_last=e.is_channels_last or (is_fused and machine.kind == "cuda"),
             traffic=1.0 if is_fused else kernels.traffic / Kernels().traffic,
         )
         for place in part.device.keys() | part.host.keys():
@@ -313,35 +317,13 @@ def _pass_of_units(e: Effects, profile: ModelProfile, machine: MachineProfile) -
         launches = 0.0 if e.is_recorded else unit.operations * kernels.launches
         arithmetic = unit.forward_flops * share / rate
         seconds = arithmetic + unit.traffic_bytes[e.arithmetic] * kernels.traffic * share / machine.bandwidth
-        for phase, times in (("forward", 1.0), ("backward", _BACKWARD)):
+        for phase, times in _TIMES.items():
             found.device[phase, bool(unit.path)] += times * unit.count * seconds
             found.host[phase, bool(unit.path)] += times * unit.count * launches * machine.launch
     width = 2.0 if e.arithmetic == "bfloat16" else 4.0
-    for phase, times in (("forward", 1.0), ("backward", _BACKWARD)):
+    for phase, times in _TIMES.items():
         found.device[phase, False] += times * width * profile.parameters / e.parameter_ranks / machine.bandwidth
     return found
-
-
-class _Remembered:
-    """What was computed for a profile and a machine, which thousands of candidates share."""
-
-    def __init__(self, most: int = 4096):
-        self._most = most
-        self._found: dict[tuple[object, ...], tuple[ModelProfile, MachineProfile, PassTime]] = {}
-
-    def recall(
-        self, profile: ModelProfile, machine: MachineProfile, key: tuple[object, ...], make: Callable[[], PassTime]
-    ) -> PassTime:
-        """Return what is known under a key, or make it; both objects are held, so that their addresses stay theirs."""
-        place = (id(profile), id(machine), *key)
-        if place not in self._found:
-            if len(self._found) >= self._most:
-                self._found.clear()
-            self._found[place] = profile, machine, make()
-        return self._found[place][2]
-
-
-_REMEMBERED = _Remembered()
 
 
 def thread_factor(e: Effects, machine: MachineProfile) -> float:
@@ -360,9 +342,7 @@ def correction_of(e: Effects, machine: MachineProfile) -> float:
 
 def _accumulation_time(e: Effects, profile: ModelProfile, machine: MachineProfile) -> float:
     """Return what adding gradients to those of the passes before takes: two are read, one is written."""
-    if e.accumulation == 1:
-        return 0.0
-    return 12.0 * profile.trainable / e.parameter_ranks / machine.bandwidth
+    return 0.0 if e.accumulation == 1 else 12.0 * profile.trainable / e.parameter_ranks / machine.bandwidth
 
 
 def collective_time(size: float, ranks: int, link: Link) -> float:
@@ -410,13 +390,13 @@ def _activation_traffic(e: Effects, profile: ModelProfile, machine: MachineProfi
     """Return what moves activations between ranks: the next operation waits for it, so nothing hides it."""
     micro = e.micro / e.parts
     seconds = 0.0
-    for unit in (unit for unit in profile.units if unit.path):
+    for unit in profile.blocks:
         size = micro * unit.input_bytes[e.arithmetic] / e.token_ranks
         for axis, times in e.block_exchanges:
             one = collective_time(size, e.axes.get(axis, 1), link_of(e, axis, machine))
             seconds += unit.count / e.stages * times * one
     if e.stages > 1:
-        unit = max((unit for unit in profile.units if unit.path), key=lambda unit: unit.count)
+        unit = max(profile.blocks, key=lambda unit: unit.count)
         link = link_of(e, "pipe", machine)
         seconds += 2 * (link.latency + micro * unit.input_bytes[e.arithmetic] / link.bandwidth)
     return e.accumulation * e.parts * seconds
@@ -426,7 +406,7 @@ def _transfer_time(e: Effects, profile: ModelProfile, machine: MachineProfile, b
     """Return traffic with host memory that compute does not hide."""
     seconds = 0.0
     if e.recompute.on_device is not None:
-        inputs = sum(unit.count * unit.input_bytes[e.arithmetic] for unit in profile.units if unit.path)
+        inputs = sum(unit.count * unit.input_bytes[e.arithmetic] for unit in profile.blocks)
         seconds += max(0.0, 2 * e.micro * e.accumulation * inputs / machine.host_bandwidth - busy)
     if e.optimizer_on_host:  # gradients go down, parameters come back
         seconds += 2 * profile.parameter_bytes / (e.parameter_ranks * e.shards) / machine.host_bandwidth
@@ -435,8 +415,7 @@ def _transfer_time(e: Effects, profile: ModelProfile, machine: MachineProfile, b
 
 def _update_time(e: Effects, profile: ModelProfile, machine: MachineProfile) -> float:
     """Return the update: everything is read, parameters and state are written."""
-    trainable = profile.trainable / max(profile.parameters, 1)
-    moved = 3 * profile.parameter_bytes * trainable + 2 * profile.optimizer_bytes
+    moved = 3 * profile.parameter_bytes * profile.trainable_share + 2 * profile.optimizer_bytes
     bandwidth = machine.bandwidth
     if e.optimizer_on_host:
         bandwidth = min(bandwidth, 2 * machine.host_bandwidth)
@@ -450,8 +429,9 @@ def _update_time(e: Effects, profile: ModelProfile, machine: MachineProfile) -> 
 
 def rescaled_prediction(plan: "Strategy", axes: Mapping[str, int], batch: BatchSplit | None) -> dict[str, Any] | None:
     """Return a plan's predicted memory for other axes and another batch split; None if the plan has no prediction."""
-    known = (plan.predicted or {}).get("memory")
-    if not known or plan.mesh is None or plan.batch is None or batch is None:
+    if not plan.predicted or plan.mesh is None or plan.batch is None or batch is None:
+        return None
+    if not (known := plan.predicted.get("memory")):
         return None
     before = dict(plan.mesh)
     methods = [find_method(name) for name in plan.opt_names()]
@@ -472,9 +452,11 @@ def rescaled_prediction(plan: "Strategy", axes: Mapping[str, int], batch: BatchS
     reserve = memory.pop("reserve", 0.0)
     used = sum(value for name, value in known.items() if name != "reserve")
     memory["reserve"] = reserve * max(1.0, sum(memory.values()) / max(used, 1.0))
-    kept = {name: value for name, value in plan.predicted.items() if name == "budget_bytes"} if plan.predicted else {}
     memory = {name: value for name, value in memory.items() if value}
-    return {"memory": memory, "peak_bytes": sum(memory.values()), **kept, "evidence": {"memory": "modelled"}}
+    found = {"memory": memory, "peak_bytes": sum(memory.values())}
+    if "budget_bytes" in plan.predicted:
+        found["budget_bytes"] = plan.predicted["budget_bytes"]
+    return {**found, "evidence": {"memory": "modelled"}}
 
 
 def _shards(axes: Mapping[str, int]) -> int:

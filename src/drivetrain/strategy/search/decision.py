@@ -9,7 +9,6 @@ from drivetrain.core.display import shown_bytes, shown_seconds
 from drivetrain.core.errors import DrivetrainWarning
 from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.strategy.registry import mesh_method
-from drivetrain.strategy.search.constraints import plain_numbers
 from drivetrain.strategy.search.ranking import TIE, Scored, contrasting, nearest_misses, rejection, sensitivity
 from drivetrain.strategy.search.space import SearchSpace
 from drivetrain.strategy.trial.report import TrialResult
@@ -38,6 +37,11 @@ class Measurement:
         """Whether the plan ran correctly and in time."""
         return self.result.outcome == "ok" and self.result.step_seconds is not None
 
+    @property
+    def failure(self) -> str:
+        """The plan in a few words, and why it did not work."""
+        return f"{self.scored.label}: {self.result.outcome} ({_first_line(self.result.message)})"
+
 
 def choose(measurements: Sequence[Measurement], tie: float = TIE) -> Measurement | None:
     """Return the fastest plan that worked. Among ties, return the one with the fewest methods."""
@@ -63,14 +67,7 @@ def finished_plan(
 ) -> Strategy:
     """Return the chosen plan with its numbers, its reasons and the rejected plans."""
     plan = measurement.plan if measurement is not None else space.plan(chosen.candidate)
-    predicted: dict[str, Any] = {
-        "memory": plain_numbers(chosen.cost.memory),
-        "time": plain_numbers(chosen.cost.time),
-        "peak_bytes": float(chosen.peak),
-        "step_seconds": float(chosen.seconds),
-        "budget_bytes": float(budget),
-        "evidence": dict(evidence),
-    }
+    predicted = _predicted(chosen, budget, evidence)
     hint = sensitivity(scored, chosen, budget)
     if hint is not None:
         predicted["sensitivity"] = hint
@@ -85,21 +82,29 @@ def finished_plan(
     )
 
 
+def _predicted(item: Scored, budget: float, evidence: Mapping[str, Evidence]) -> dict[str, Any]:
+    """Return the predicted cost as a plan stores it, without zeros."""
+    memory, seconds = (
+        {name: float(value) for name, value in parts.items() if value} for parts in (item.cost.memory, item.cost.time)
+    )
+    return {
+        "memory": memory,
+        "time": seconds,
+        "peak_bytes": float(item.peak),
+        "step_seconds": float(item.seconds),
+        "budget_bytes": float(budget),
+        "evidence": dict(evidence),
+    }
+
+
 def measured_numbers(result: TrialResult) -> dict[str, Any]:
     """Return the results of a trial as a plan stores them."""
-    kept = (
-        "step_seconds",
-        "steps",
-        "peak_bytes",
-        "reserved_bytes",
-        "loss",
-        "plain_loss",
-        "gradient_norm",
-        "startup_seconds",
-        "is_verified",
-    )
     values = asdict(result)
-    return {name: values[name] for name in kept if values[name] is not None}
+    return {name: values[name] for name in _KEPT if values[name] is not None}
+
+
+_SHOWN = ("step_seconds", "steps", "peak_bytes", "reserved_bytes", "startup_seconds")
+_KEPT = (*_SHOWN[:4], "loss", "plain_loss", "gradient_norm", "startup_seconds", "is_verified")
 
 
 def _rejected(
@@ -118,7 +123,7 @@ def _rejected(
             change = (item.seconds / measurement.seconds - 1) * 100
             lines.append(f"{item.scored.label}: measured {item.seconds * 1e3:.4g} ms a step, {change:+.0f} %")
         elif not item.is_usable:
-            lines.append(f"{item.scored.label}: {item.result.outcome} ({_first_line(item.result.message)})")
+            lines.append(item.failure)
     tried = {item.scored.candidate for item in measurements}
     more = contrasting(scored, chosen, budget, _MOST_REJECTED, lambda item: item.candidate in tried)
     lines += [rejection(item, chosen.seconds, budget) for item in more]
@@ -138,14 +143,7 @@ def infeasible_plan(
     plan = space.plan(nearest.candidate)
     return replace(
         plan,
-        predicted={
-            "memory": plain_numbers(nearest.cost.memory),
-            "time": plain_numbers(nearest.cost.time),
-            "peak_bytes": float(nearest.peak),
-            "step_seconds": float(nearest.seconds),
-            "budget_bytes": float(budget),
-            "evidence": {"memory": "modelled", "time": "modelled"},
-        },
+        predicted=_predicted(nearest, budget, {"memory": "modelled", "time": "modelled"}),
         evidence="modelled",
         rejected=tuple(f"{item.label}: needs {shown_bytes(item.peak)} of {shown_bytes(budget)}" for item, _ in misses),
         failure=Failure(kind="infeasible", message=message, shortfall_bytes=int(shortfall), nearest=plan),
@@ -156,33 +154,26 @@ def infeasible_plan(
 def failed_plan(measurements: Sequence[Measurement], report: Mapping[str, object]) -> Strategy:
     """Return the plan of a search in which every trial failed."""
     first = measurements[0]
-    outcomes = "; ".join(
-        f"{item.scored.label}: {item.result.outcome} ({_first_line(item.result.message)})" for item in measurements
-    )
+    outcomes = "; ".join(item.failure for item in measurements)
     failure = Failure(kind=first.result.outcome, message=f"every plan that was tried failed: {outcomes}")
-    return replace(
-        first.plan, failure=failure, rejected=tuple(outcomes.split("; ")[:_MOST_REJECTED]), search=dict(report)
-    )
+    rejected = tuple(outcomes.split("; ")[:_MOST_REJECTED])
+    return replace(first.plan, failure=failure, rejected=rejected, search=dict(report))
 
 
 def summary(plan: Strategy) -> list[str]:
     """Return a found plan in at most six lines; `plan.explain()` has all of it."""
     if plan.failure is not None:
         return [f"no plan: {plan.failure.message}"]
-    lines = [
-        f"plan: {', '.join(plan.opt_names()) or 'the unchanged model'}"
-        + (f", batch {plan.batch}" if plan.batch else "")
-    ]
+    batch = f", batch {plan.batch}" if plan.batch else ""
+    lines = [f"plan: {', '.join(plan.opt_names()) or 'the unchanged model'}{batch}"]
     predicted, measured, search = plan.predicted or {}, plan.measured or {}, plan.search or {}
     trials = search.get("measured", ())
     numbers, kind = (measured, "measured") if measured.get("step_seconds") else (predicted, "predicted, not measured")
     if "step_seconds" in numbers:
         plain = next((one for one in trials if one["plan"] == search.get("plain") and "step_seconds" in one), None)
-        gain = (
-            ""
-            if plain is None or not measured
-            else f", {plain['step_seconds'] / numbers['step_seconds']:.2f} x the plain model"
-        )
+        gain = ""
+        if plain is not None and measured:
+            gain = f", {plain['step_seconds'] / numbers['step_seconds']:.2f} x the plain model"
         memory = f"{shown_bytes(predicted['peak_bytes'])} of {shown_bytes(predicted['budget_bytes'])} predicted"
         lines.append(f"  step {shown_seconds(numbers['step_seconds'])} ({kind}{gain}); memory {memory}")
     if search:
@@ -241,9 +232,6 @@ def report_of(
         **({} if plain is None else {"plain": plain.label}),
         "points": points_of(scored),
     }
-
-
-_SHOWN = ("step_seconds", "steps", "peak_bytes", "reserved_bytes", "startup_seconds")
 
 
 def points_of(scored: Sequence[Scored]) -> list[str]:

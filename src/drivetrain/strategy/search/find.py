@@ -88,6 +88,12 @@ def find_plan(
 
 
 class _Search:
+    known: Knowledge
+    """Model and machine."""
+    space: SearchSpace
+    budget: float
+    """Bytes that a plan may need."""
+
     def __init__(
         self,
         task: TrainingTask,
@@ -113,15 +119,13 @@ class _Search:
             return self._found(trials)
 
     def _found(self, trials: TrialPool | None) -> Strategy:
-        constraints = self.constraints
         with self._timed("profile"):
-            known = self._known()
-        machine = known.machine
-        budget = budget_bytes(constraints.memory_budget, machine.free)
+            self.known = known = self._known()
+        self.budget = budget = budget_bytes(self.constraints.memory_budget, known.machine.free)
         with self._timed("predict"):
-            space = build_space(self._problem(known.profile, machine))
+            self.space = space = build_space(self._problem())
             scored = known.predicted(space.candidates)
-        scored, top = self._promising(scored, known, space, budget)
+        scored, top = self._promising(scored)
         fitting = [item for item in scored if item.peak <= budget]
         self.notes += space.notes
         self._tell(f"{len(scored)} candidates, {len(fitting)} fit into {shown_bytes(budget)}")
@@ -133,15 +137,14 @@ class _Search:
             report = report_of(scored, len(fitting), (), (), broadcast_from_master(self.seconds))
             return Strategy(failure=Failure(kind="error", message=message), search=report)
         with self._timed("simulate"):
-            ranked, simulated = self._simulate(top, space, known, budget)
+            ranked, simulated = self._simulate(top)
         plain = next((item for item in scored if item.candidate == space.plain and item.peak <= budget), None)
         ranked = ranked or top[-1:]
         with self._timed("measure"):
-            measuring = self._measure(ranked, fitting, plain, space, budget, trials, known)
+            found = self._measure(ranked, fitting, plain, trials)
         self.notes = [*(f"profile: {note}" for note in known.profile.notes), *self.notes]
-        found = [] if measuring is None else measuring.found
         report = report_of(scored, len(fitting), simulated, found, broadcast_from_master(self.seconds), plain)
-        best = self._completed(choose(found, tie=TIE if constraints.start is None else 0.0), known)
+        best = self._completed(choose(found, tie=TIE if self.constraints.start is None else 0.0))
         if best is None and _all_failed(found, plain):
             return failed_plan(found, report)
         if best is not None:
@@ -149,19 +152,19 @@ class _Search:
         else:
             too_large = {item.candidate for item in simulated if item.peak > budget}
             others = [item for item in fitting if item.candidate not in too_large]
-            chosen = self._unmeasured([*ranked, *others], plain or ranked[0], space, found)
+            chosen = self._unmeasured([*ranked, *others], plain or ranked[0], found)
         is_simulated = any(item.candidate == chosen.candidate for item in simulated)
         evidence: dict[str, Evidence] = {"memory": "simulated" if is_simulated else "modelled", "time": "modelled"}
         return finished_plan(
             chosen, best, space, scored=scored, measurements=found, budget=budget, evidence=evidence, notes=self.notes, report=report,
         )  # fmt: skip
 
-    def _completed(self, best: Measurement | None, known: Knowledge) -> Measurement | None:
+    def _completed(self, best: Measurement | None) -> Measurement | None:
         """Return the best with all that its prediction reads, if there is time for it: it is shown next to what was measured."""
-        if best is None or not known.missing([best.scored]):
+        if best is None or not self.known.missing([best.scored]):
             return best
         if broadcast_from_master(self.clock.left() > _COMPLETING):
-            return replace(best, scored=known.completed(best.scored))
+            return replace(best, scored=self.known.completed(best.scored))
         self.notes.append(
             "profile: predicted memory is that of eager mode, which fits easily; a compiled graph keeps less"
         )
@@ -211,12 +214,13 @@ class _Search:
         self._tell("profiling the machine")
         return profile_machine(self.device, time_limit=patience)
 
-    def _problem(self, profile: ModelProfile, machine: MachineProfile) -> PlanningProblem:
-        task = self.task
+    def _problem(self) -> PlanningProblem:
+        task, known = self.task, self.known
         return PlanningProblem(
-            profile=profile, machine=machine, device=self.device, world=self.world, global_batch=task.global_batch_size,
-            constraints=self.constraints, model=task.model, optim_func=task.optim_func, optim_args=task.optim_args,
-            has_loss=task.loss_func is not None, local=broadcast_from_master(self._local_candidates()),
+            profile=known.profile, machine=known.machine, device=self.device, world=self.world,
+            global_batch=task.global_batch_size, constraints=self.constraints, model=task.model,
+            optim_func=task.optim_func, optim_args=task.optim_args, has_loss=task.loss_func is not None,
+            local=broadcast_from_master(self._local_candidates()),
         )  # fmt: skip
 
     def _local_candidates(self) -> dict[str, tuple[Any, ...]]:
@@ -226,8 +230,9 @@ class _Search:
         found = ((method.name, method.local_candidates(self.device, self.world)) for method in all_methods())
         return {name: configs for name, configs in found if configs}
 
-    def _is_valid(self, plan: Strategy) -> bool:
+    def _is_valid(self, candidate: Candidate) -> bool:
         """Return whether a plan can be applied: what its methods reject together is known only to them."""
+        plan = self.space.plan(candidate)
         if plan not in self._validity:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what would be dropped is reported when a plan is applied
@@ -238,18 +243,13 @@ class _Search:
                     self._rejected, self._validity[plan] = str(error), False
         return self._validity[plan]
 
-    def _promising(
-        self, scored: list[Scored], known: Knowledge, space: SearchSpace, budget: float
-    ) -> tuple[list[Scored], list[Scored]]:
+    def _promising(self, scored: list[Scored]) -> tuple[list[Scored], list[Scored]]:
         """Return all candidates and the promising ones, after finding out what the predictions of those that matter read."""
-
-        def is_valid(candidate: Candidate) -> bool:
-            return self._is_valid(space.plan(candidate))
-
+        known, budget = self.known, self.budget
         while True:
             fitting = [item for item in scored if item.peak <= budget]
             pool = fitting if self.reason is None else self._trusted(fitting) or fitting
-            top = promising(pool, _SIMULATED, is_valid) if pool else []
+            top = promising(pool, _SIMULATED, self._is_valid) if pool else []
             first = top if self.reason is not None else top[:_SIMULATED_IF_MEASURED]  # others when they are tried
             if self.reason is None:  # what fits easily is measured soon
                 first = [item for item in first if item.peak > PLENTY * budget]
@@ -264,17 +264,15 @@ class _Search:
 
     # What is simulated.
 
-    def _close(self, top: Sequence[Scored], budget: float) -> tuple[list[Scored], list[Scored]]:
+    def _close(self, top: Sequence[Scored]) -> tuple[list[Scored], list[Scored]]:
         """Return the candidates to look at closely before anything is measured, and the others."""
         if self.reason is not None:
             return preferred(top), []
-        if self.world == 1 and all(item.peak <= PLENTY * budget for item in top):
-            return list(top[:_SIMULATED_IF_MEASURED]), list(top[_SIMULATED_IF_MEASURED:])
-        return list(top), []
+        fits_easily = self.world == 1 and all(item.peak <= PLENTY * self.budget for item in top)
+        count = _SIMULATED_IF_MEASURED if fits_easily else len(top)
+        return list(top[:count]), list(top[count:])
 
-    def _simulate(
-        self, top: Sequence[Scored], space: SearchSpace, known: Knowledge, budget: float
-    ) -> tuple[list[Scored], list[Scored]]:
+    def _simulate(self, top: Sequence[Scored]) -> tuple[list[Scored], list[Scored]]:
         """Return the promising candidates that still fit after a run on fake tensors, and those that were simulated."""
         share = _SIMULATION_SHARE if self.reason is None else 1.0
         left = broadcast_from_master(self.thinking.limit * share - self.thinking.spent())
@@ -283,37 +281,40 @@ class _Search:
         if left < _LEAST_SIMULATION:
             self.notes.append("simulation: skipped, because the time limit is too short for it")
             return list(top), []
-        close, rest = self._close(top, budget)
+        close, rest = self._close(top)
         self._tell(f"simulating {len(close)} plans")
-        outcomes = master_does(lambda: self._outcomes(close, space, known, budget, left))
+        outcomes = master_does(lambda: self._outcomes(close, left))
         close, rest = close[: len(outcomes)], close[len(outcomes) :] + rest
         ranked: list[Scored] = []
         simulated: list[Scored] = []
         failures: dict[str, list[str]] = {}
         for item, found in zip(close, outcomes):
             if found.failure is None:
-                item = item.with_memory(with_compilation(item, found.memory, known.profile, known.machine))
+                item = self._with_memory(item, found)
                 simulated.append(item)
             else:
                 failures.setdefault(found.failure, []).append(item.label)
-            if item.peak <= budget:
+            if item.peak <= self.budget:
                 ranked.append(item)
         for failure, labels in failures.items():
             others = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
             self.notes.append(f"simulation: {labels[0]}{others}: {failure}")
         return order([*ranked, *rest]), simulated
 
-    def _outcomes(
-        self, top: Sequence[Scored], space: SearchSpace, known: Knowledge, budget: float, limit: float
-    ) -> list[Simulation]:
+    def _with_memory(self, item: Scored, found: Simulation) -> Scored:
+        known = self.known
+        return item.with_memory(with_compilation(item, found.memory, known.profile, known.machine))
+
+    def _outcomes(self, top: Sequence[Scored], limit: float) -> list[Simulation]:
         """Simulate plans from the fastest on; where nothing is measured, not beyond the one that will be chosen, if that takes long.
 
         A simulation changes what is known of a plan's memory, not of its time.
         """
 
         def simulated(items: Sequence[Scored]) -> list[Simulation]:
-            plans, left = [space.plan(item.candidate) for item in items], end - time.monotonic()
-            return simulate_plans(self.task, plans, world=self.world, device_kind=known.machine.kind, time_limit=left)
+            plans, left = [self.space.plan(item.candidate) for item in items], end - time.monotonic()
+            kind = self.known.machine.kind
+            return simulate_plans(self.task, plans, world=self.world, device_kind=kind, time_limit=left)
 
         end = time.monotonic() + limit
         if self.reason is None:
@@ -324,8 +325,8 @@ class _Search:
             if is_settled and end - time.monotonic() < limit - _ENOUGH_SIMULATION:
                 break
             outcomes += simulated([item])
-            memory = with_compilation(item, outcomes[-1].memory, known.profile, known.machine)
-            is_settled |= outcomes[-1].failure is None and sum(memory.values()) <= budget
+            found = outcomes[-1]
+            is_settled |= found.failure is None and self._with_memory(item, found).peak <= self.budget
         return outcomes
 
     # What is measured.
@@ -342,33 +343,26 @@ class _Search:
             yield trials
 
     def _measure(
-        self,
-        ranked: Sequence[Scored],
-        fitting: Sequence[Scored],
-        plain: Scored | None,
-        space: SearchSpace,
-        budget: float,
-        trials: TrialPool | None,
-        known: Knowledge,
-    ) -> Measuring | None:
+        self, ranked: Sequence[Scored], fitting: Sequence[Scored], plain: Scored | None, trials: TrialPool | None
+    ) -> list[Measurement]:
         if trials is None:
             self.notes.append(f"search: nothing was measured, because {self.reason}")
-            return None
-        experience = Experience(known.profile, known.machine)
+            return []
+        experience = Experience(self.known.profile, self.known.machine)
         measuring = Measuring(
-            space, self.device, self.clock, budget, trials, self._tell,
-            learn=experience.learn, corrected=experience.corrected, completed=known.completed,
+            self.space, self.device, self.clock, self.budget, trials, self._tell,
+            learn=experience.learn, corrected=experience.corrected, completed=self.known.completed,
             compile_seconds=experience.compile_seconds,
         )  # fmt: skip
         measuring.round(measuring_order(ranked, plain, plain_first=self.constraints.start is not None))
-        measuring.look_further(fitting, lambda candidate: self._is_valid(space.plan(candidate)))
+        measuring.look_further(fitting, self._is_valid)
         measuring.refine()
         if not measuring.found:
             reason = measuring.obstacle or "the time limit left no time for it"
             self.notes.append(f"search: nothing was measured, because {reason}")
         elif (missed := broadcast_from_master(measuring.missed())) is not None:
             self.notes.append(f"search: {missed}")
-        return measuring
+        return measuring.found
 
     def _why_nothing_is_measured(self) -> str | None:
         if self.constraints.plan_only or self.constraints.spec is not None or self.world != get_num_processes():
@@ -378,21 +372,18 @@ class _Search:
         missing = [name for name in ("loss_func", "optim_func", "samples") if getattr(self.task, name) is None]
         return f"there is no {' and no '.join(missing)}" if missing else None
 
-    def _unmeasured(
-        self, fitting: Sequence[Scored], last: Scored, space: SearchSpace, found: Sequence[Measurement]
-    ) -> Scored:
+    def _unmeasured(self, fitting: Sequence[Scored], last: Scored, found: Sequence[Measurement]) -> Scored:
         """Return the best prediction that can be applied, needs no proof and is not of a kind that failed; else the last resort."""
         failed = {one.scored.candidate.kind for one in found if one.result.outcome != "timeout"}
         left = preferred(self._trusted([item for item in fitting if item.candidate.kind not in failed]))
-        return next((item for item in left if self._is_valid(space.plan(item.candidate))), last)
+        return next((item for item in left if self._is_valid(item.candidate)), last)
 
     def _trusted(self, scored: Sequence[Scored]) -> list[Scored]:
         """Return what may be used without a trial: nothing that pays only sometimes on this kind of device."""
         if self.constraints.spec is not None:
             return list(scored)
-        asked = set().union(
-            *self.constraints.wanted(), set(self.constraints.start.opt_names() if self.constraints.start else ())
-        )
+        start = self.constraints.start
+        asked = set().union(*self.constraints.wanted(), () if start is None else start.opt_names())
         unproved = {method.name for method in all_methods() if self.device.type in method.unproved_on} - asked
         return [item for item in scored if not unproved & set(item.candidate.names())]
 

@@ -54,15 +54,10 @@ class Knowledge:
     def find_out(self, parts: set[str]) -> None:
         """Request parts of the profile within the remaining time. The notes name what was not finished in time."""
         self.asked |= parts
-        profiler = self.profiler
         begin = time.monotonic()
         limit = max(0.0, min(self.seconds, self.clock.left() / 2))  # late in a search there is less
-
-        def found() -> ModelProfile:
-            assert profiler is not None
-            return profiler.profile(parts, time_limit=limit)
-
-        self.profile = master_does(found)
+        # Other ranks have no profiler and do not call this.
+        self.profile = master_does(lambda: self.profiler.profile(parts, time_limit=limit))  # type: ignore[union-attr]
         self.seconds -= time.monotonic() - begin
 
     def again(self, scored: Sequence[Scored], parts: set[str]) -> list[Scored]:
@@ -77,13 +72,12 @@ class Knowledge:
         parts = self.missing([item])
         if not parts:
             return item
-        before = predict(item.candidate, self.profile, self.machine).cost.memory
+        is_simulated = item.cost.memory != predict(item.candidate, self.profile, self.machine).cost.memory
         self.find_out(parts)
         now = predict(item.candidate, self.profile, self.machine)
-        is_simulated = item.cost.memory != before
-        simulated = item.cost.memory
-        found = with_compilation(now, simulated, self.profile, self.machine) if is_simulated else now.cost.memory
-        return item.with_memory(dict(found))
+        if is_simulated:
+            return item.with_memory(with_compilation(now, item.cost.memory, self.profile, self.machine))
+        return item.with_memory(dict(now.cost.memory))
 
 
 def with_compilation(
@@ -126,7 +120,7 @@ def compile_seconds(e: Effects, profile: ModelProfile, machine: MachineProfile) 
     works = profile.work.get(e.arithmetic + FUSED, ())
     kernels, kinds = sum(work.count for work in works) or _UNKNOWN_KERNELS, float(len(works)) or _UNKNOWN_KINDS
     if e.compiled == "block":
-        blocks = max(1, sum(unit.count for unit in profile.units if unit.path))
+        blocks = max(1, sum(unit.count for unit in profile.blocks))
         inside = [work for work in works if work.in_block]
         kernels = (sum(work.count for work in inside) or kernels) / blocks
         kinds = float(len(inside)) or kinds / 2
@@ -144,16 +138,14 @@ class Experience:
         """Update predictions from the result of a trial."""
         if not one.is_usable:
             return
-        candidate = one.scored.candidate
-        expected = predict(candidate, self.profile, replace(self.machine, corrections={}))
-        if expected.seconds < _LEARNT_FROM:
+        candidate, plain = one.scored.candidate, replace(self.machine, corrections={})
+        expected = predict(candidate, self.profile, plain).seconds
+        if expected < _LEARNT_FROM:
             return
-        peak = one.scored.peak - one.scored.cost.memory.get("reserve", 0.0)
-        plain = replace(self.machine, corrections={})
         prediction = Prediction(
             kind=candidate.kind,
-            step_seconds=expected.seconds,
-            peak_bytes=peak,
+            step_seconds=expected,
+            peak_bytes=one.scored.peak - one.scored.cost.memory.get("reserve", 0.0),
             compile_seconds=compile_seconds(candidate.effects, self.profile, plain),
         )
         self.machine = (learn if is_master() else learnt)(self.machine, prediction, one.result)
@@ -179,10 +171,8 @@ def master_does(function: Callable[[], T]) -> T:
             value = function()
         except Exception as error:  # whatever it is, the other ranks are waiting
             failure = error
-    is_user_error = isinstance(failure, ConfigError)
-    text, value, is_user_error = broadcast_from_master(
-        (None if failure is None else f"{type(failure).__name__}: {failure}", value, is_user_error)
-    )
+    text = None if failure is None else f"{type(failure).__name__}: {failure}"
+    text, value, is_user_error = broadcast_from_master((text, value, isinstance(failure, ConfigError)))
     if failure is not None:
         raise failure
     if text is not None:

@@ -22,7 +22,6 @@ from drivetrain.strategy.search.decision import Measurement, choose
 from drivetrain.strategy.search.ranking import TIE, Scored, are_alike, is_ruled_out
 from drivetrain.strategy.search.space import SearchSpace
 from drivetrain.strategy.trial.report import TrialResult, Yardstick
-from drivetrain.strategy.value import Strategy
 
 if TYPE_CHECKING:
     from drivetrain.strategy.trial.running import TrialPool
@@ -55,14 +54,9 @@ class SearchTime:
     begin: float = field(default_factory=time.monotonic)
 
     @property
-    def deadline(self) -> float:
-        """When the search ends."""
-        return self.begin + self.limit
-
-    @property
     def last_trial(self) -> float:
         """When the last trial must end, so that the search ends in time."""
-        return self.deadline - min(_END, _END_SHARE * self.limit)
+        return self.begin + self.limit - min(_END, _END_SHARE * self.limit)
 
     def left(self) -> float:
         """Return the seconds left for trials."""
@@ -116,9 +110,9 @@ class Measuring:
                 continue
             if self._is_known(item) or self._cannot_win(item):
                 continue
-            if self._has_time(item, FEW_STEPS):
+            if self._has_time(item):
                 self.left = max(0, min(len(waiting), most - usable - 1))
-                self._try(item, self.space.plan(item.candidate), FEW_STEPS)
+                self._try(item)
                 waiting = self._in_new_order(waiting)
             else:
                 late.append(item)
@@ -133,10 +127,14 @@ class Measuring:
         best = choose(self.found)
         if best is None:
             return False
-        kinds = {item.candidate.kind, *item.candidate.near_kinds}
-        alike = [one for one in self.found if one.is_usable and one.scored.candidate.kind in kinds]
+        alike = self._of_its_kind(item)
         slower = min((one.seconds / self.corrected(one.scored).seconds for one in alike), default=1.0)
         return max(1.0, slower) * self.corrected(item).seconds < share * best.seconds
+
+    def _of_its_kind(self, item: Scored) -> list[Measurement]:
+        """Return the measured plans with nearly the same kernels."""
+        kinds = {item.candidate.kind, *item.candidate.near_kinds}
+        return [one for one in self.found if one.is_usable and one.scored.candidate.kind in kinds]
 
     def look_further(self, fitting: Sequence[Scored], is_valid: Callable[[Candidate], bool]) -> None:
         """Try further plans as long as one is predicted to be much faster than all measured ones."""
@@ -150,9 +148,9 @@ class Measuring:
             is_new = not any(are_alike(item.candidate, one.scored.candidate) for one in self.found)
             if not (is_new and is_valid(item.candidate)):
                 continue
-            if not self._has_time(item, FEW_STEPS):
+            if not self._has_time(item):
                 return
-            self._try(item, self.space.plan(item.candidate), FEW_STEPS)
+            self._try(item)
             left -= 1
             if self.found and not self.found[-1].is_usable:
                 failed.add(item.candidate.kind)
@@ -165,8 +163,8 @@ class Measuring:
         for item in sorted(map(self.corrected, late), key=lambda item: item.seconds):
             if self.obstacle is not None or (best is not None and item.seconds > (1 - TIE) * best.seconds):
                 return
-            if not self._is_known(item) and not self._cannot_win(item) and self._has_time(item, FEW_STEPS, _HOPE):
-                self._try(item, self.space.plan(item.candidate), FEW_STEPS)
+            if not self._is_known(item) and not self._cannot_win(item) and self._has_time(item, share=_HOPE):
+                self._try(item)
                 return
 
     def missed(self) -> str | None:
@@ -179,7 +177,7 @@ class Measuring:
         share = item.seconds / self.corrected(best.scored).seconds  # both predicted: they err alike
         if share >= 1 - TIE:
             return None
-        limit = self.clock.limit + self._expected(item, FEW_STEPS)
+        limit = self.clock.limit + self._expected(item)
         return (
             f"the time limit of {self.clock.limit:.0f} s is too short to try {item.label}, which is predicted to take {share:.0%} of the "
             f"best plan's time; use about {limit:.0f} s"
@@ -216,10 +214,7 @@ class Measuring:
             gains = item.seconds < (1 - TIE) * self.corrected(one.scored).seconds
             if one.is_usable and is_same and not gains:
                 return True
-        kinds = {item.candidate.kind, *item.candidate.near_kinds}
-        doubt = (
-            _LITTLE_DOUBT if any(one.is_usable and one.scored.candidate.kind in kinds for one in self.found) else _DOUBT
-        )
+        doubt = _LITTLE_DOUBT if self._of_its_kind(item) else _DOUBT
         overestimate = min(1.0, best.seconds / expected) if expected > 0 else 1.0
         return item.seconds * doubt * overestimate > best.seconds
 
@@ -235,7 +230,7 @@ class Measuring:
         for one in sorted(close, key=lambda one: one.seconds)[:2]:
             if self._has_time(one.scored, MORE_STEPS):
                 self.found.remove(one)
-                self._try(one.scored, one.plan, MORE_STEPS, earlier=one)
+                self._try(one.scored, MORE_STEPS, earlier=one)
 
     def _prove_alone(self) -> None:
         """Try the fastest plan without methods that must win, such as other threads: it is chosen for them only where they are faster."""
@@ -246,14 +241,14 @@ class Measuring:
         same = best.scored.candidate.without(doubted)
         if same in self.space.candidates and all(one.scored.candidate != same for one in self.found):
             item = self.corrected(Scored(same, best.scored.cost))
-            if self._has_time(item, FEW_STEPS):
-                self._try(item, self.space.plan(same), FEW_STEPS)
+            if self._has_time(item):
+                self._try(item)
 
-    def _has_time(self, item: Scored, steps: int, share: float = 1.0) -> bool:
+    def _has_time(self, item: Scored, steps: int = FEW_STEPS, share: float = 1.0) -> bool:
         """Return whether there is time for a trial, or for a share of what it is expected to take; rank 0's answer counts."""
         return broadcast_from_master(self.clock.left() > share * self._expected(item, steps))
 
-    def _expected(self, item: Scored, steps: int) -> float:
+    def _expected(self, item: Scored, steps: int = FEW_STEPS) -> float:
         """Return the seconds that a trial is expected to take."""
         is_compiled = item.candidate.is_compiled
         begin = _START.get(self.device.type, 10.0)
@@ -264,7 +259,8 @@ class Measuring:
             startup += begin / 2
         return startup + (steps + 2) * item.seconds
 
-    def _try(self, item: Scored, plan: Strategy, steps: int, earlier: Measurement | None = None) -> None:
+    def _try(self, item: Scored, steps: int = FEW_STEPS, earlier: Measurement | None = None) -> None:
+        plan = self.space.plan(item.candidate)
         if item.peak > PLENTY * self.budget:
             item = self.completed(item)
         best = choose(self.found)
@@ -273,14 +269,9 @@ class Measuring:
         self.tell(f"measuring {item.label}: predicted {item.seconds * 1e3:.4g} ms, {shown_bytes(item.peak)}{others}")
         began = time.monotonic()
         result = self.pool.run(
-            plan,
-            steps=steps,
-            deadline=self.clock.last_trial,
-            predicted=item.seconds,
-            verify=earlier is None,
-            memory_share=item.peak / self.budget,
-            yardstick=self.yardstick,
-        )
+            plan, steps=steps, deadline=self.clock.last_trial, predicted=item.seconds, verify=earlier is None,
+            memory_share=item.peak / self.budget, yardstick=self.yardstick,
+        )  # fmt: skip
         if result.error_class == "Unsendable":
             self.obstacle = result.message
             return
@@ -289,16 +280,12 @@ class Measuring:
         if earlier is not None and result.outcome != "ok":
             self.found.append(earlier)  # what was measured before still holds
             return
-        if (
-            earlier is None
-            and result.outcome == "ok"
-            and (result.peak_bytes or 0) > self.budget
-            and self.device.type == "cuda"
-        ):
-            message = f"it needs {shown_bytes(result.peak_bytes or 0)} of {shown_bytes(self.budget)}"
-            result = TrialResult(outcome="oom", message=message, peak_bytes=result.peak_bytes)
+        peak = result.peak_bytes or 0
         if earlier is not None:
             result = _joined(result, earlier.result)
+        elif result.outcome == "ok" and peak > self.budget and self.device.type == "cuda":
+            message = f"it needs {shown_bytes(peak)} of {shown_bytes(self.budget)}"
+            result = TrialResult(outcome="oom", message=message, peak_bytes=result.peak_bytes)
         one = Measurement(item, plan, result)
         self.found.append(one)
         self.learn(one)
@@ -315,15 +302,10 @@ class Measuring:
 
 def _joined(more: TrialResult, fewer: TrialResult) -> TrialResult:
     """Return the longer of two measurements of one plan, with what only the first one checked."""
-    return replace(
-        more,
-        is_verified=more.is_verified or fewer.is_verified,
-        loss=fewer.loss if more.loss is None else more.loss,
-        plain_loss=fewer.plain_loss if more.plain_loss is None else more.plain_loss,
-        gradient_norm=fewer.gradient_norm if more.gradient_norm is None else more.gradient_norm,
-        plain_gradient_norm=fewer.plain_gradient_norm if more.plain_gradient_norm is None else more.plain_gradient_norm,
-        startup_seconds=fewer.startup_seconds,
-    )
+    checked = ("loss", "plain_loss", "gradient_norm", "plain_gradient_norm")
+    kept = {name: getattr(fewer, name) for name in checked if getattr(more, name) is None}
+    is_verified = more.is_verified or fewer.is_verified
+    return replace(more, is_verified=is_verified, startup_seconds=fewer.startup_seconds, **kept)
 
 
 def _without_recording(candidate: Candidate) -> Candidate:

@@ -71,15 +71,12 @@ def preferred(scored: Iterable[Scored]) -> list[Scored]:
     """
     ranked = order(scored)
     ties = [item for item in ranked if item.seconds <= ranked[0].seconds * (1 + TIE)]
-    return [
-        *sorted(ties, key=lambda item: (item.methods - _simple(item.candidate), item.seconds, item.peak)),
-        *ranked[len(ties) :],
-    ]
 
+    def place(item: Scored) -> tuple[int, float, float]:
+        simple = sum(method.is_simple for method, _ in item.candidate.steps)
+        return item.methods - simple, item.seconds, item.peak
 
-def _simple(candidate: Candidate) -> int:
-    """Return how many methods of a candidate make nothing less simple."""
-    return sum(method.is_simple for method, _ in candidate.steps)
+    return [*sorted(ties, key=place), *ranked[len(ties) :]]
 
 
 def pareto_front(scored: Iterable[Scored]) -> list[Scored]:
@@ -119,11 +116,8 @@ def promising(
 
 def are_alike(candidate: Candidate, other: Candidate) -> bool:
     """Return whether two candidates differ only in details, so that measuring both would show nothing new."""
-    return _without_minor(candidate) == _without_minor(other)
-
-
-def _without_minor(candidate: Candidate) -> Candidate:
-    return candidate.without(method.name for method, _ in candidate.steps if method.is_minor)
+    one, two = (c.without(method.name for method, _ in c.steps if method.is_minor) for c in (candidate, other))
+    return one == two
 
 
 def nearest_misses(scored: Iterable[Scored], budget: float, count: int = 3) -> list[tuple[Scored, float]]:
@@ -165,14 +159,16 @@ def contrasting(
     scored: Sequence[Scored], chosen: Scored, budget: float, count: int, skip: Callable[[Scored], bool]
 ) -> list[Scored]:
     """Return candidates that differ in kind from the chosen one: those a reader would ask about first."""
-    found: dict[tuple[str, frozenset[tuple[str, int]]], Scored] = {}
-    own = chosen.candidate.kind, frozenset(chosen.candidate.amounts.items())
+
+    def kind(item: Scored) -> tuple[str, frozenset[tuple[str, int]]]:
+        return item.candidate.kind, frozenset(item.candidate.amounts.items())
+
+    found: dict[object, Scored] = {}
     for item in order(scored):
-        key = item.candidate.kind, frozenset(item.candidate.amounts.items())
-        if key != own and not skip(item):
-            kept = found.get(key)
+        if kind(item) != kind(chosen) and not skip(item):
+            kept = found.get(kind(item))
             if kept is None or (kept.peak > budget >= item.peak):
-                found[key] = item
+                found[kind(item)] = item
     near = sorted(found.values(), key=lambda item: (_differences(item.candidate, chosen.candidate), item.seconds))
     return near[:count]
 

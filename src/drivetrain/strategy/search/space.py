@@ -9,104 +9,55 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from drivetrain.core.errors import BatchSizeError, ConfigError, PlanInfeasible
-from drivetrain.strategy.batching import plan_batch
 from drivetrain.strategy.mesh import AXES, DATA_AXES, fit_axes
 from drivetrain.strategy.method import Method, Option, Site
-from drivetrain.strategy.profile.values import MachineProfile, ModelProfile
 from drivetrain.strategy.registry import all_methods, mesh_method
 from drivetrain.strategy.resolve import conflict_between, resolve_plan
-from drivetrain.strategy.search.candidates import Candidate, in_order, steps_of
+from drivetrain.strategy.search.candidates import Candidate, in_order, is_implied, steps_of
 from drivetrain.strategy.search.constraints import NUMERICS, PlanningProblem, Requests, budget_bytes
 from drivetrain.strategy.value import Strategy
 
 _MOST_CANDIDATES = 60_000
 
 
-class SearchScope:
+class SearchScope(Requests):
     """What methods may read when they list their options."""
 
-    def __init__(self, problem: PlanningProblem, requests: Requests):
-        self.problem, self.requests = problem, requests
+    def __init__(self, problem: PlanningProblem):
+        super().__init__(problem)
+        self.profile, self.machine = problem.profile, problem.machine
+        self.device, self.world = problem.device, problem.world
+        self.is_cpu = self.machine.kind == "cpu"
+        """Whether plans are for a CPU."""
+        self.is_here = problem.constraints.spec is None
+        """Whether plans are for this machine."""
+        self.has_blocks = any(unit.path for unit in self.profile.units)
+        self.budget = budget_bytes(problem.constraints.memory_budget, self.machine.free)
+        """Bytes that a plan may need on one rank."""
         self.notes: list[str] = []
         self._axis_methods = [method for method in all_methods() if method.axis is not None]
-
-    # The problem.
-
-    @property
-    def profile(self) -> ModelProfile:
-        """The model."""
-        return self.problem.profile
-
-    @property
-    def machine(self) -> MachineProfile:
-        """The machine that is planned for."""
-        return self.problem.machine
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this machine."""
-        return self.problem.device
-
-    @property
-    def world(self) -> int:
-        """The number of processes."""
-        return self.problem.world
-
-    @property
-    def is_cpu(self) -> bool:
-        """Whether plans are for a CPU."""
-        return self.machine.kind == "cpu"
-
-    @property
-    def is_here(self) -> bool:
-        """Whether plans are for this machine."""
-        return self.problem.constraints.spec is None
-
-    @property
-    def has_blocks(self) -> bool:
-        """Whether the model has repeated blocks."""
-        return any(unit.path for unit in self.profile.units)
-
-    @property
-    def budget(self) -> float:
-        """Bytes that a plan may need on one rank."""
-        return budget_bytes(self.problem.constraints.memory_budget, self.machine.free)
 
     def local(self, method: Method) -> tuple[Any, ...]:
         """Return the configurations that rank 0 offers for a method; see `Method.local_candidates`."""
         return self.problem.local.get(method.name, ())
 
-    # What was requested.
-
-    def may(self, name: str) -> bool:
-        """Return whether a candidate may have a method."""
-        return self.requests.may(name)
-
-    def must(self, name: str) -> bool:
-        """Return whether every candidate has a method."""
-        return self.requests.must(name)
-
-    def is_wanted(self, name: str) -> bool:
-        """Return whether the methods to include name this method, alone or in a group."""
-        return any(name in members for members in self.requests.wanted)
-
     def needs_dimension(self, dimension: str) -> bool:
         """Return whether every candidate has some method of a dimension."""
         names = {method.name for method in all_methods() if dimension_of(method) == dimension}
-        return any(members <= names for members in self.requests.wanted)
+        return any(members <= names for members in self.wanted)
 
     def kept(self, name: str) -> list[Any]:
         """Return the fixed configuration of a method, if there is one."""
-        return [self.requests.kept[name]] if name in self.requests.kept else []
+        return [self.fixed[name]] if name in self.fixed else []
 
     def base(self, name: str) -> list[Any]:
         """Return the configuration that is varied, if there is one."""
-        return [self.requests.base[name]] if name in self.requests.base else []
+        return [self.varied[name]] if name in self.varied else []
 
     def config(self, method: Method, **changes: object) -> Any:
         """Return the configuration to start from, with changes."""
@@ -139,8 +90,6 @@ class SearchScope:
             return False
         return True
 
-    # The space.
-
     def dimensions(self) -> dict[str, list[Option]]:
         """Return the options of each dimension, in the order of the registry. Those of an axis depend on the mesh and are empty
         here.
@@ -152,18 +101,13 @@ class SearchScope:
         return {name: self._dimension(name, methods) for name, methods in members.items()}
 
     def _dimension(self, name: str, methods: list[Method]) -> list[Option]:
-        requests = [method for method in methods if method.name not in self.requests.here and method.axis is None]
-        found = [option for method in requests if self.may(method.name) for option in method.options(self)]
-        required = [method.name for method in requests if self.must(method.name) and self._has_options(method)]
+        open_ones = [method for method in methods if method.name not in self.here and method.axis is None]
+        found = [option for method in open_ones if self.may(method.name) for option in method.options(self)]
+        required = [method.name for method in open_ones if self.must(method.name) and not is_implied(method)]
         for one in required:
             found = [option for option in found if one in dict(option)]
-        is_fixed = bool(required) or any(not method.may_be_left_out(self) for method in requests)
+        is_fixed = bool(required) or any(not method.may_be_left_out(self) for method in open_ones)
         return found if found and (is_fixed or self.needs_dimension(name)) else [(), *found]
-
-    @staticmethod
-    def _has_options(method: Method) -> bool:
-        """Return whether options express the method; the mesh and the batch split express others."""
-        return type(method).implied is Method.implied
 
     def splits(self, per_rank: int) -> list[tuple[int, int]]:
         """Return pairs of micro-batch and accumulation."""
@@ -203,10 +147,10 @@ class SearchScope:
         given = next((config for config in (*self.kept(name), *self.base(name)) if config.axes), None)
         if given is not None:
             fixed = dict(fit_axes(given.axes, world))
-            is_kept = name in self.requests.kept
-            if is_kept:
-                fixed.setdefault("data", 1)
-            yield fixed if is_kept else {axis: size for axis, size in fixed.items() if axis not in DATA_AXES}
+            if name in self.fixed:
+                yield {"data": 1, **fixed}
+            else:
+                yield {axis: size for axis, size in fixed.items() if axis not in DATA_AXES}
             return
         methods = self._axis_methods
         for sizes in itertools.product(*map(self._sizes, methods)):
@@ -217,7 +161,8 @@ class SearchScope:
 
     def _sizes(self, method: Method) -> list[int]:
         """Return the sizes of an axis that its method accepts."""
-        if self.world == 1 or (self.is_cpu and not self.is_wanted(method.name)) or not self.problem.has_loss:
+        is_wanted = any(method.name in members for members in self.wanted)
+        if self.world == 1 or (self.is_cpu and not is_wanted) or not self.problem.has_loss:
             return [1]
         axis = str(method.axis)
         possible = (size for size in method.axis_sizes(self) if self.world % size == 0)
@@ -273,26 +218,27 @@ class SearchSpace:
 
 def build_space(problem: PlanningProblem) -> SearchSpace:
     """Return all candidates for a problem, or raise why there are none."""
-    constraints = problem.constraints
-    requests = Requests(problem)
-    scope = SearchScope(problem, requests)
+    scope = SearchScope(problem)
     found = list(itertools.islice(_candidates(scope), _MOST_CANDIDATES))
-    plain = _plain(problem)
+    batch = _batch(problem, problem.world)
+    plain = None if batch is None else Candidate(data=problem.world, micro=batch // problem.world)
     notes = list(scope.notes)
     if len(found) == _MOST_CANDIDATES:
         notes.append(f"search: only the first {_MOST_CANDIDATES} candidates were compared")
-    if requests.start is not None:
-        found = [candidate_of(requests.start, problem), *found]
-    elif plain is not None and plain not in found and requests.allows(plain) and not requests.keeps_searched:
+    if scope.start is not None:
+        found = [candidate_of(scope.start, problem), *found]
+        plain = found[0]
+    elif plain is not None and plain not in found and scope.allows(plain) and not scope.keeps_searched:
         found.append(plain)
     if not found:
-        _raise_unsatisfied(problem, requests)
+        problem.batch_for(problem.world)  # raises if the batch is the reason
+        missing = [" or ".join(sorted(members)) for members in scope.wanted]
+        raise PlanInfeasible(
+            f"no plan for {problem.world} processes and a global batch of {problem.global_batch} contains what was included: "
+            f"{'; '.join(missing) or 'nothing'}. Include less, or use another number of processes."
+        )
     return SearchSpace(
-        candidates=tuple(dict.fromkeys(found)),
-        plain=found[0] if constraints.start is not None else plain,
-        kept=requests.kept,
-        base=requests.base,
-        notes=tuple(notes),
+        candidates=tuple(dict.fromkeys(found)), plain=plain, kept=scope.fixed, base=scope.varied, notes=tuple(notes)
     )
 
 
@@ -315,7 +261,7 @@ def _candidates(scope: SearchScope) -> Iterator[Candidate]:
                 ]
             for candidate in found:
                 fits = all(method.fits(config, candidate) is None for method, config in candidate.steps)
-                if fits and scope.requests.allows(candidate):
+                if fits and scope.allows(candidate):
                     yield candidate
 
 
@@ -338,20 +284,13 @@ def candidate_of(plan: Strategy, problem: PlanningProblem) -> Candidate:
     if axes["zero"] == 1 and any(method.shards_axis is not None for _, method, _ in resolved.steps):
         axes["zero"], axes["data"] = axes["data"], 1
     ranks = axes["data"] * axes["zero"]
-    batch = plan_batch(
-        problem.global_batch, ranks, *resolved.batch_split, allow_rounding=problem.constraints.allow_batch_rounding
-    )
+    batch = problem.batch_for(ranks, *resolved.batch_split)
     candidate = Candidate(
         **axes,
         micro=batch.micro,
         accumulation=batch.accumulation,
         methods=in_order({method.name: settings for _, method, settings in resolved.steps}),
-        given=Strategy(
-            [(name, settings) for name, settings, _ in plan],
-            mesh=resolved.axes[::-1],
-            batch=batch,
-            dropped=resolved.dropped,
-        ),
+        given=Strategy([entry[:2] for entry in plan], mesh=resolved.axes[::-1], batch=batch, dropped=resolved.dropped),
     )
     settled = tuple((method.name, method.settled(config, candidate)) for method, config in candidate.steps)
     return replace(candidate, methods=settled)
@@ -359,25 +298,6 @@ def candidate_of(plan: Strategy, problem: PlanningProblem) -> Candidate:
 
 def _batch(problem: PlanningProblem, ranks: int) -> int | None:
     try:
-        return plan_batch(
-            problem.global_batch, ranks, allow_rounding=problem.constraints.allow_batch_rounding
-        ).global_size
+        return problem.batch_for(ranks).global_size
     except BatchSizeError:
         return None
-
-
-def _plain(problem: PlanningProblem) -> Candidate | None:
-    batch = _batch(problem, problem.world)
-    if batch is None:
-        return None
-    return Candidate(data=problem.world, micro=batch // problem.world)
-
-
-def _raise_unsatisfied(problem: PlanningProblem, requests: Requests) -> NoReturn:
-    """Raise why there is no candidate at all."""
-    plan_batch(problem.global_batch, problem.world, allow_rounding=problem.constraints.allow_batch_rounding)
-    missing = [" or ".join(sorted(members)) for members in requests.wanted]
-    raise PlanInfeasible(
-        f"no plan for {problem.world} processes and a global batch of {problem.global_batch} contains what was included: "
-        f"{'; '.join(missing) or 'nothing'}. Include less, or use another number of processes."
-    )
