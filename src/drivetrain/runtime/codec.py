@@ -29,20 +29,8 @@ from drivetrain.core.errors import CheckpointError, DrivetrainError, StateError
 from drivetrain.core.event import Event
 from drivetrain.core.time import Time, Timestamp, TimeUnit
 from drivetrain.core.types import Item, StateDict
-from drivetrain.runtime.coders import (
-    CODERS,
-    CODERS_BY_TAG,
-    GENERATORS,
-    JSON_CODERS,
-    JSON_CODERS_BY_TAG,
-    NOT_STATE,
-    PLAIN,
-    TAG,
-    Content,
-    class_name,
-    tag_of,
-    tagged,
-)
+from drivetrain.runtime import coders
+from drivetrain.runtime.coders import NOT_STATE, PLAIN, TAG, Content, class_name, tag_of, tagged
 
 DEPTH_LIMIT = 100
 """Levels of nesting in the JSON form."""
@@ -78,7 +66,7 @@ def unpack(packed: object, live: object = None) -> Any:
 
 def is_packed_generator(packed: object) -> bool:
     """Return whether a packed value is the state of a random generator, which differs from rank to rank."""
-    return tag_of(packed) in GENERATORS
+    return tag_of(packed) in coders.GENERATORS
 
 
 class Packer:
@@ -133,7 +121,7 @@ class Packer:
     def _pack_known(self, value: object, path: str) -> object:
         if type(value) is list:
             return self.items(value, path)
-        if coder := next((coder for coder in CODERS if coder.holds(value)), None):
+        if coder := next((coder for coder in coders.CODERS if coder.holds(value)), None):
             return tagged(coder.tag, coder.pack(value, self, path))
         if isinstance(value, OrderedDict):
             return with_metadata(OrderedDict(self.entries(value, path)), value)
@@ -202,7 +190,7 @@ class JsonPacker(Packer):
             metadata = getattr(value, "_metadata", None)  # a module's state: version numbers of its parts
             extra = {} if metadata is None else {"metadata": self.pack(metadata, join_path(path, "_metadata"))}
             return {"$ordered": self.pairs(value, path), **extra}
-        if coder := JSON_CODERS.get(kind):
+        if coder := coders.JSON_CODERS.get(kind):
             return {f"${coder.tag}": coder.pack(value, self, path)}
         raise CheckpointError(
             f"{path or 'the state'} is a {class_name(kind)}, which a checkpoint cannot hold. Expected numbers, text, bytes, tensors, "
@@ -245,9 +233,8 @@ class Unpacker:
         except _DAMAGE as error:
             if isinstance(error, self.error):
                 raise
-            name = f"{path}: a saved" if path else "a saved"
-            tag = packed[TAG] if key == TAG else key
-            raise self.error(f"{name} {tag} is damaged ({type(error).__name__}: {error}).") from error
+            name = f"{path}: a saved {packed[TAG] if key == TAG else key}".removeprefix(": ")
+            raise self.error(f"{name} is damaged ({type(error).__name__}: {error}).") from error
 
     def items(self, packed: Content, path: str) -> list[Item]:
         """Return the items of a packed list."""
@@ -294,15 +281,13 @@ class Unpacker:
             return tuple(self.items(packed, path))
         if type(packed) is OrderedDict:
             return with_metadata(OrderedDict(self.entries(packed, path)), packed)
-        raise StateError(
-            f"a {type(packed).__name__} is not a packed value; expected plain containers, tensors and tagged dicts."
-        )
+        raise StateError(f"a {type(packed).__name__} is not a packed value: a plain container, tensor or tagged dict.")
 
     def _unpack_tagged(self, key: str, packed: StateDict, path: str) -> object:
         tag = packed[key]
         if tag == NOT_STATE:
             return None
-        if coder := CODERS_BY_TAG.get(tag):
+        if coder := coders.CODERS_BY_TAG.get(tag):
             return coder.unpack(packed.get("value"), self, path)
         raise StateError(f"unknown tag {tag!r} in a saved value: it was written by a newer version, or is damaged.")
 
@@ -320,15 +305,11 @@ class JsonUnpacker(Unpacker):
 
     def items(self, packed: Content, path: str) -> list[Item]:
         """Return the items of a JSON array."""
-        if not isinstance(packed, list):
-            raise TypeError("expected a list")
-        return super().items(packed, path)
+        return super().items(_checked_list(packed), path)
 
     def pairs(self, content: Content, path: str) -> list[tuple[object, object]]:
         """Return the entries of a mapping from its lists of two."""
-        if not isinstance(content, list):
-            raise TypeError("expected a list")
-        return super().pairs(content, path)
+        return super().pairs(_checked_list(content), path)
 
     def _leaves_out(self, packed: object) -> bool:
         return False
@@ -346,7 +327,13 @@ class JsonUnpacker(Unpacker):
             return ordered
         if len(packed) != 1:
             raise ValueError(f"unexpected entries next to {key}")
-        return JSON_CODERS_BY_TAG[key].unpack(packed[key], self, path)
+        return coders.JSON_CODERS_BY_TAG[key].unpack(packed[key], self, path)
+
+
+def _checked_list(content: Content) -> Content:
+    if not isinstance(content, list):
+        raise TypeError("expected a list")
+    return content
 
 
 def with_metadata(target: T, source: object) -> T:

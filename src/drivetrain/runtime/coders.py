@@ -106,7 +106,7 @@ def _pack_array(value: np.ndarray, packer: "Packer", path: str) -> object:
     except (
         TypeError,
         ValueError,
-    ):  # text, dates, records, foreign byte order: torch has no such type, so the bytes are kept
+    ):  # text, dates, records, foreign byte order: torch has no such type, so bytes are kept
         stored = bytearray(value.tobytes())
         raw = torch.frombuffer(stored, dtype=torch.uint8) if stored else torch.empty(0, dtype=torch.uint8)
         described = {"bytes": raw, "dtype": np.lib.format.dtype_to_descr(value.dtype), "shape": list(value.shape)}
@@ -128,6 +128,26 @@ def _unpack_dtype(text: str) -> torch.dtype:
     return dtype
 
 
+def _pairs(tag: str, holds: Callable[[Any], bool], make: Callable[[list[Any]], object]) -> Coder:
+    """Return the row of a mapping that is saved as pairs."""
+    return Coder(
+        tag,
+        holds,
+        lambda value, packer, path: packer.pairs(value, path),
+        lambda content, unpacker, path: make(unpacker.pairs(content, path)),
+    )
+
+
+def _items(tag: str, cls: type, ordered: Callable[[Any], list[Any]] = list) -> Coder:
+    """Return the row of a collection that is saved as a list."""
+    return Coder(
+        tag,
+        lambda value: isinstance(value, cls),
+        lambda value, packer, path: packer.items(ordered(value), path),
+        lambda content, unpacker, path: cls(unpacker.items(content, path)),
+    )
+
+
 def _base64(value: bytes | bytearray) -> str:
     return base64.b64encode(value).decode()
 
@@ -147,10 +167,8 @@ class Generators(NamedTuple):
 
 
 def _restore_torch(generator: torch.Generator, content: Content) -> None:
-    generator.manual_seed(
-        content["seed"]
-    )  # a CPU generator's state does not hold the number that initial_seed() returns
-    generator.set_state(content["state"].cpu())
+    # A CPU generator's state does not hold the number that initial_seed() returns.
+    generator.manual_seed(content["seed"]).set_state(content["state"].cpu())
 
 
 def _is_numpy_random(name: str) -> Callable[[object], bool]:
@@ -229,18 +247,17 @@ def _unpack_dataclass(content: Content, unpacker: "Unpacker", path: str) -> obje
     cls: Any = unpacker.find_class(content["class"], "dataclass")
     names = {field.name for field in dataclasses.fields(cls)}
     if names != set(content["fields"]):
-        raise StateError(
-            f"a saved {class_name(cls)} has the fields {sorted(content['fields'])}, the class has {sorted(names)}."
-        )
+        saved = sorted(content["fields"])
+        raise StateError(f"a saved {class_name(cls)} has the fields {saved}, the class has {sorted(names)}.")
     value: Any = object.__new__(cls)
     for name, item in content["fields"].items():
         object.__setattr__(value, name, unpacker.unpack(item, path))
     return value
 
 
-def _pack_set(value: "set[Any] | frozenset[Any]", packer: "Packer", path: str) -> list[object]:
-    # Sorted, because the order of a set differs from process to process and equal states should give equal files.
-    return packer.items(sorted(value, key=repr), path)
+def _sorted(value: "set[Any] | frozenset[Any]") -> list[Any]:
+    """Return the items of a set in an order that is the same in every process, so that equal states give equal files."""
+    return sorted(value, key=repr)
 
 
 def _is_plain_key(key: object) -> bool:
@@ -249,9 +266,9 @@ def _is_plain_key(key: object) -> bool:
 
 def _needs_pairs(value: object) -> bool:
     """Return whether a dict cannot be a dict of the state form: it has other keys, or the tag's."""
-    return isinstance(value, dict) and (
-        not all(map(_is_plain_key, value)) or (TAG in value and not isinstance(value, OrderedDict))
-    )
+    if not isinstance(value, dict):
+        return False
+    return not all(map(_is_plain_key, value)) or (TAG in value and not isinstance(value, OrderedDict))
 
 
 VALUE_CODERS: tuple[Coder, ...] = (
@@ -281,36 +298,11 @@ CODERS: tuple[Coder, ...] = (
     *VALUE_CODERS,
     Coder("namedtuple", is_namedtuple, _pack_fields, _unpack_namedtuple),
     Coder("dataclass", is_dataclass, _pack_fields, _unpack_dataclass),
-    Coder(
-        "counter",
-        lambda value: isinstance(value, Counter),
-        lambda value, packer, path: packer.pairs(value, path),
-        lambda content, unpacker, path: Counter(dict(unpacker.pairs(content, path))),
-    ),
-    Coder(
-        "ordered_dict",
-        lambda value: isinstance(value, OrderedDict) and _needs_pairs(value),
-        lambda value, packer, path: packer.pairs(value, path),
-        lambda content, unpacker, path: OrderedDict(unpacker.pairs(content, path)),
-    ),
-    Coder(
-        "dict",
-        _needs_pairs,
-        lambda value, packer, path: packer.pairs(value, path),
-        lambda content, unpacker, path: dict(unpacker.pairs(content, path)),
-    ),
-    Coder(
-        "frozenset",
-        lambda value: isinstance(value, frozenset),
-        _pack_set,
-        lambda content, unpacker, path: frozenset(unpacker.items(content, path)),
-    ),
-    Coder(
-        "set",
-        lambda value: isinstance(value, set),
-        _pack_set,
-        lambda content, unpacker, path: set(unpacker.items(content, path)),
-    ),
+    _pairs("counter", lambda value: isinstance(value, Counter), lambda pairs: Counter(dict(pairs))),
+    _pairs("ordered_dict", lambda value: isinstance(value, OrderedDict) and _needs_pairs(value), OrderedDict),
+    _pairs("dict", _needs_pairs, dict),
+    _items("frozenset", frozenset, _sorted),
+    _items("set", set, _sorted),
     Coder(
         "deque",
         lambda value: isinstance(value, deque),
@@ -332,12 +324,7 @@ JSON_CODERS: dict[type, Coder] = {
         lambda content, unpacker, path: complex(*map(float, unpacker.items(content, path))),
     ),
     bytes: CODERS_BY_TAG["bytes"],
-    tuple: Coder(
-        "tuple",
-        lambda value: isinstance(value, tuple),
-        lambda value, packer, path: packer.items(value, path),
-        lambda content, unpacker, path: tuple(unpacker.items(content, path)),
-    ),
+    tuple: _items("tuple", tuple),
     dict: CODERS_BY_TAG["dict"],
 }
 """What the state form keeps and JSON does not, by type."""

@@ -9,7 +9,7 @@ what a user's program sends) is pickled, because only its class can rebuild it; 
 import json
 import pickle
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,6 @@ T = TypeVar("T")
 
 _made: tuple[object, dict[Hashable, object]] | None = None
 """The default group and the groups and meshes that were made in it."""
-
-
 _SLOT = "$slot"
 
 
@@ -109,9 +107,7 @@ def start_agree_any(flag: bool) -> Callable[[], bool]:
 def all_gather_values(value: T) -> list[T]:
     """Return the plain values of all ranks, in rank order, on every rank."""
     group = control_group()
-    if group is None:
-        return [value]
-    return gather_objects(value, group)
+    return [value] if group is None else gather_objects(value, group)
 
 
 def gather_objects(value: T, group: "dist.ProcessGroup | None") -> list[T]:
@@ -169,48 +165,38 @@ def gather_rows(tensor: Tensor) -> Tensor:
     row_shape, name = filled.pop()
     dtype = getattr(torch, name.removeprefix("torch."))
     longest = max(shape[0] for shape, _ in kinds)
-    carrier = _carrier(rows.device, group)
-    padded = torch.zeros((longest, *row_shape), dtype=dtype, device=carrier.device)
+    group, device = _carrier(rows.device, group)
+    padded = torch.zeros((longest, *row_shape), dtype=dtype, device=device)
     padded[: rows.shape[0]] = rows.reshape(rows.shape[0], *row_shape)
     as_bytes = _bytes_of(padded)
     received = [torch.empty_like(as_bytes) for _ in kinds]
-    dist.all_gather(received, as_bytes, group=carrier.group)
-    parts = [
-        part.view(dtype).reshape(longest, *row_shape)[: shape[0]]
-        for part, (shape, _) in zip(received, kinds, strict=True)
-    ]
+    dist.all_gather(received, as_bytes, group=group)
+    parts = [part.view(dtype).reshape(padded.shape)[: shape[0]] for part, (shape, _) in zip(received, kinds)]
     return torch.cat(parts).to(rows.device)
 
 
-class _Carrier(NamedTuple):
-    group: "dist.ProcessGroup | None"
-    device: torch.device
+_Group: TypeAlias = "dist.ProcessGroup | None"
 
 
-def _carrier(device: torch.device, group: "dist.ProcessGroup | None" = None) -> _Carrier:
+def _carrier(device: torch.device, group: _Group = None) -> tuple[_Group, torch.device]:
     """Choose how a tensor on `device` travels: as it is if `group` carries such tensors, else as a copy elsewhere."""
-    if device.type in _device_types(group):
-        return _Carrier(group, device)
-    if group is None:
-        return _Carrier(control_group(), torch.device("cpu"))
-    if "cpu" in _device_types(group):
-        return _Carrier(group, torch.device("cpu"))
+    # The kinds of device are in a text such as "cpu:gloo,cuda:nccl".
+    carried = {entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")}
+    if device.type in carried:
+        return group, device
+    if group is None or "cpu" in carried:
+        return group or control_group(), torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None  # a group that carries neither this device nor CPU tensors belongs to an accelerator
-    return _Carrier(group, torch.device(accelerator.type, torch.accelerator.current_device_index()))
-
-
-def _device_types(group: "dist.ProcessGroup | None") -> set[str]:
-    """Return the kinds of device whose tensors `group` carries, from a text such as "cpu:gloo,cuda:nccl"."""
-    return {entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")}
+    return group, torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def _broadcast_tensor(tensor: Tensor) -> Tensor:
     """Send rank 0's tensor, or fill this one with it, and return it on its own device."""
-    carrier = _carrier(tensor.device)
-    as_bytes = _bytes_of(tensor.detach().to(carrier.device))
+    group, device = _carrier(tensor.device)
+    as_bytes = _bytes_of(tensor.detach().to(device))
     if as_bytes.numel():
-        dist.broadcast(as_bytes, src=0, group=carrier.group)
+        dist.broadcast(as_bytes, src=0, group=group)
     return as_bytes.view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
 
 
@@ -272,29 +258,23 @@ def _reject_tensor(tensor: Tensor, path: str) -> object:
     raise CheckpointError(f"{path}: a tensor")  # of values that are gathered; it travels pickled
 
 
-def _gather_bytes(message: bytes, group: "dist.ProcessGroup | None") -> list[bytes]:
-    carrier = _carrier(torch.device("cpu"), group)
-    own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-    length = torch.tensor([len(message)], device=carrier.device)
+def _gather_bytes(message: bytes, group: _Group) -> list[bytes]:
+    group, device = _carrier(torch.device("cpu"), group)
+    length = torch.tensor([len(message)], device=device)
     lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, length, group=carrier.group)
+    dist.all_gather(lengths, length, group=group)
     sizes = [int(size) for size in lengths]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=carrier.device)
-    padded[: len(message)] = own.to(carrier.device)
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
     received = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(received, padded, group=carrier.group)
-    return [part[:size].cpu().numpy().tobytes() for part, size in zip(received, sizes, strict=True)]
+    dist.all_gather(received, padded, group=group)
+    return [part[:size].cpu().numpy().tobytes() for part, size in zip(received, sizes)]
 
 
-def _broadcast_bytes(message: bytes, group: "dist.ProcessGroup | None") -> bytes:
-    """Return rank 0's message, over a group on the CPU."""
+def _broadcast_bytes(message: bytes, group: _Group) -> bytes:
+    """Return rank 0's message, over a group on the CPU. Other ranks pass an empty one."""
     length = torch.tensor([len(message)])
     dist.broadcast(length, src=0, group=group)
-    is_sender = get_rank() == 0
-    data = (
-        torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        if is_sender
-        else torch.empty(int(length), dtype=torch.uint8)
-    )
+    data = torch.frombuffer(bytearray(message or int(length)), dtype=torch.uint8)
     dist.broadcast(data, src=0, group=group)
     return data.numpy().tobytes()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.errors import DeviceError, UnknownDeviceError, unknown_name
-from drivetrain.runtime.environment import LaunchedWorld, launched_world
+from drivetrain.runtime.environment import launched_world
 
 ALIASES = {"gpu": "cuda"}
 KNOWN = ("auto", "cpu", "cuda", "gpu", "mps", "xpu", "meta")
@@ -81,12 +81,7 @@ def _local_device(kind: str) -> torch.device:
         return torch.device(kind, world.local_rank)
     if count == 1 and world.launcher == "slurm":  # srun --gpus-per-task=1 shows every task its own device, as number 0
         return torch.device(kind, 0)
-    raise DeviceError(_too_few(kind, world))
-
-
-def _too_few(kind: str, world: LaunchedWorld) -> str:
-    count = torch.get_device_module(kind).device_count()
-    return (
+    raise DeviceError(
         f"local rank {world.local_rank} has no {kind} device: {_visible(kind)}. Start at most one process "
         f"per device (torchrun --nproc-per-node {count}), or use device 'cpu'."
     )
@@ -137,9 +132,7 @@ def device_memory(device: str | torch.device | None = "auto") -> tuple[int, int]
         return total - torch.mps.driver_allocated_memory(), total
     module = torch.get_device_module(chosen)
     if not hasattr(module, "mem_get_info"):
-        raise DeviceError(
-            f"torch does not report how much memory {str(chosen)!r} has. Use a cpu, cuda, xpu or mps device."
-        )
+        raise DeviceError(f"torch does not report the memory of {str(chosen)!r}. Use a cpu, cuda, xpu or mps device.")
     free, total = module.mem_get_info(chosen)
     return free + module.memory_reserved(chosen) - module.memory_allocated(chosen), total
 
@@ -180,11 +173,8 @@ class AsyncReadback:
 
     def push(self, tensor: Tensor | float, tag: Any = None) -> None:
         """Send a scalar to the host. `tag` is returned with it."""
-        if not isinstance(tensor, Tensor):
-            self._arrived.append((tag, float(tensor)))
-            return
-        if tensor.device.type == "cpu":
-            self._arrived.append((tag, tensor.item()))
+        if not isinstance(tensor, Tensor) or tensor.device.type == "cpu":
+            self._arrived.append((tag, tensor.item() if isinstance(tensor, Tensor) else float(tensor)))
             return
         if len(self._pending) >= self.max_lag:
             self._take(wait=True)
@@ -208,8 +198,7 @@ class AsyncReadback:
         """Return what has arrived since the last call, oldest first, without waiting."""
         while self._pending and self._take(wait=False):
             pass
-        arrived, self._arrived = self._arrived, []
-        return arrived
+        return self.overdue()
 
     def overdue(self) -> list[tuple[Any, float]]:
         """Return what `push` had to wait for since the last call. The lag is fixed, so all ranks get the same at the same step."""
@@ -223,14 +212,12 @@ class AsyncReadback:
         return self.poll()
 
     def _take(self, wait: bool) -> bool:
+        """Move the oldest scalar to those that have arrived; without `wait`, only if it is there."""
         tag, place, event = self._pending[0]
-        if event is None:
-            if not wait:
-                return False
-        elif wait:
-            event.synchronize()
-        elif not event.query():
+        if not wait and (event is None or not event.query()):
             return False
+        if wait and event is not None:
+            event.synchronize()
         self._pending.popleft()
         self._arrived.append((tag, float(place)))
         if event is not None:

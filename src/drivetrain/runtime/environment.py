@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
-from drivetrain.core.errors import DistributedError
+from drivetrain.core.errors import ConfigError, DistributedError
 
 INTERACTIVE_SLURM_JOBS = {"bash", "sh", "zsh", "interactive"}
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
@@ -149,6 +149,20 @@ def first_slurm_host(nodes: str) -> str:
             "to its host name."
         )
     return "".join(part or "" for part in first.groups())
+
+
+def seconds_from(variable: str, default: float | None) -> float | None:
+    """Return the seconds that an environment variable sets; 0 means to wait forever."""
+    text = os.environ.get(variable)
+    if text is None:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ConfigError(f"{variable}={text!r}: expected a number of seconds, or 0 to wait forever.")
+    return seconds
 
 
 def _integer(env: Mapping[str, str], name: str, least: int = 0) -> int:

@@ -23,7 +23,7 @@ from typing import NoReturn, Protocol, Self
 import torch
 import torch.distributed as dist
 
-from drivetrain.core.errors import ConfigError
+from drivetrain.runtime.environment import seconds_from
 from drivetrain.runtime.ranks import get_num_processes, get_rank, is_distributed
 
 logger = logging.getLogger(__name__)
@@ -88,18 +88,9 @@ class Straggler:
 
 def hang_limit(given: float | None) -> float | None:
     """Return the seconds without progress after which to end: as given, from the environment, or the default for several processes."""
-    if given is not None:
-        return given or None
-    text = os.environ.get(HANG_VARIABLE)
-    if text is None:
-        return HANG_TIMEOUT if get_num_processes() > 1 else None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise ConfigError(f"{HANG_VARIABLE}={text!r}: expected a number of seconds, or 0 to wait forever.")
-    return seconds or None
+    if given is None:
+        given = seconds_from(HANG_VARIABLE, HANG_TIMEOUT if get_num_processes() > 1 else None)
+    return given or None
 
 
 class RankWatch:
@@ -164,8 +155,11 @@ class RankWatch:
 
     def _end(self, stuck: float, reason: str) -> NoReturn:
         """Print where this process is, give the others time to do the same, and end."""
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        place = f"{self._watched.describe()}, at {_innermost(frame)}"
+        where = "an unknown place"
+        if frames := _main_frames():
+            code = frames[0].f_code
+            where = f"{code.co_filename}:{frames[0].f_lineno} in {code.co_qualname}"
+        place = f"{self._watched.describe()}, at {where}"
         text = f"rank {self._rank} of {self._size} has made no progress for {stuck:.1f} s ({reason}): {place}\n"
         collectives = _collectives_in_progress()
         text += f"collectives in progress: {', '.join(collectives)}\n" if collectives else ""
@@ -241,21 +235,14 @@ def _is_patient() -> bool:
     return any(part in frame.f_code.co_filename for frame in _main_frames() for part in PATIENT)
 
 
-def _innermost(frame: FrameType | None) -> str:
-    if frame is None:
-        return "an unknown place"
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
-
-
 def _stacks() -> str:
     """Return the stacks of all threads but this one, the main thread last, where a reader looks first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sys._current_frames()
     order = sorted((ident for ident in frames if ident != threading.get_ident()), key=lambda ident: ident == main)
-    return "".join(
-        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frames[ident]))}" for ident in order
-    )
+    stacks = {ident: "".join(traceback.format_stack(frames[ident])) for ident in order}
+    return "".join(f"thread {names.get(ident, ident)}:\n{stack}" for ident, stack in stacks.items())
 
 
 def _collectives_in_progress() -> list[str]:
@@ -267,13 +254,11 @@ def _collectives_in_progress() -> list[str]:
         if dump is None:
             continue
         try:
-            entries = json.loads(dump(True, False)).get("entries", [])
-            for entry in entries:
+            for entry in json.loads(dump(True, False)).get("entries", []):
                 if not entry.get("retired", True) and entry.get("state") != "completed":
                     group = "/".join(map(str, entry.get("process_group", ())))
-                    found.append(
-                        f"{entry.get('profiling_name')} number {entry.get('collective_seq_id')} of group {group}"
-                    )
+                    number = entry.get("collective_seq_id")
+                    found.append(f"{entry.get('profiling_name')} number {number} of group {group}")
         except (RuntimeError, ValueError, TypeError, AttributeError):  # a private format, which may change
             continue
     return list(dict.fromkeys(found))[:8]

@@ -5,7 +5,6 @@ fails with the traceback of the worker that failed first. In a process that a la
 called, so that a program may launch itself and still be started by torchrun or srun.
 """
 
-import dataclasses
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,12 +31,10 @@ from drivetrain.runtime.workers import run_worker, watched_workers
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousHandler
-    from torch.distributed.launcher.api import LaunchConfig
 
 DEFAULT_PORT = 29500
-SHUTDOWN_SECONDS = 120
-"""How long workers may save after a stop was requested; torch's variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it."""
+SHUTDOWN_VARIABLE, SHUTDOWN_SECONDS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 120
+"""How long workers may save after a stop was requested, unless torch's variable is set."""
 
 AGENT_LOGGERS = (
     "torch.distributed.elastic",
@@ -79,31 +76,39 @@ def launch(
     _check_nodes(nnodes, node_rank, master_port, max_restarts)
     start_method = _start_method(function, args)
 
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from drivetrain.runtime.rendezvous import OneMachine, register_one_machine
 
     run_id = secrets.token_hex(16) if nnodes == 1 else "drivetrain"  # agents of several nodes must have the same
-    with (
-        tempfile.TemporaryDirectory(prefix="drivetrain-launch-") as folder,
-        _restored_process_state(),
-        _environment(**(_one_machine_variables(Path(folder, run_id)) if nnodes == 1 else {})),
-    ):
+    with tempfile.TemporaryDirectory(prefix="drivetrain-launch-") as folder, ExitStack() as stack:
+        stack.enter_context(_restored_process_state())
         pids = Path(folder, "pids")
         pids.mkdir()
-        handler = _one_machine_handler(run_id, master_port) if nnodes == 1 else None
-        config = _config(
-            num_workers,
-            nnodes,
-            node_rank,
-            master_addr,
-            master_port,
-            max_restarts,
-            start_method,
-            folder,
-            run_id,
-            handler,
+        rendezvous: dict[str, Any]
+        if nnodes == 1:
+            Path(folder, run_id).mkdir(mode=0o700)
+            store = {STORE_VARIABLE: str(Path(folder, run_id))}  # where workers meet
+            stack.enter_context(_environment(**store, **loopback_variables()))
+            register_one_machine()
+            handler = OneMachine(run_id, master_port or 0)
+            stack.callback(handler.shutdown)
+            rendezvous = {"rdzv_backend": handler.get_backend(), "rdzv_configs": {"handler": handler}}
+        else:  # static: node ranks are as given, not in order of arrival
+            rendezvous = {"rdzv_backend": "static", "rdzv_configs": {"rank": node_rank}}
+            rendezvous["rdzv_endpoint"] = f"{master_addr}:{master_port or DEFAULT_PORT}"
+        config = LaunchConfig(
+            min_nodes=nnodes,
+            max_nodes=nnodes,
+            nproc_per_node=num_workers,
+            run_id=run_id,
+            max_restarts=max_restarts,
+            start_method=start_method,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            **rendezvous,
         )
         try:
             with watched_workers(pids):
@@ -120,9 +125,6 @@ def launch(
             if stop.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + stop.sigval) from None
-        finally:
-            if handler is not None:
-                handler.shutdown()
     return [results[rank] for rank in sorted(results)]
 
 
@@ -147,12 +149,13 @@ def notebook_launcher(
     if not str(use_port).isdecimal():
         raise ConfigError(f"use_port: {use_port!r} is not a port number, such as '29500'.")
     port = int(use_port)
+    wanted: int | Literal["auto"] = "auto" if num_processes is None else num_processes
     with _environment(ACCELERATE_MIXED_PRECISION=mixed_precision):
-        if num_nodes == 1 and _num_workers("auto" if num_processes is None else num_processes) == 1:
+        if num_nodes == 1 and _num_workers(wanted) == 1:
             return [function(*args)]
         return launch(
             function,
-            "auto" if num_processes is None else num_processes,
+            wanted,
             args=args,
             nnodes=num_nodes,
             node_rank=node_rank,
@@ -176,13 +179,9 @@ def _num_workers(nproc_per_node: int | str) -> int:
 
 def _check_nodes(nnodes: int, node_rank: int, master_port: int | None, max_restarts: int) -> None:
     if nnodes < 1 or not 0 <= node_rank < nnodes:
-        raise ConfigError(
-            f"node_rank={node_rank} does not fit nnodes={nnodes}: nodes are numbered from 0 to nnodes - 1."
-        )
+        raise ConfigError(f"node_rank={node_rank} does not fit nnodes={nnodes}: nodes have numbers from 0 on.")
     if master_port is not None and not 0 < master_port < 65536:
-        raise ConfigError(
-            f"master_port: {master_port!r} is not a port. Give a number from 1 to 65535, or None for a free one."
-        )
+        raise ConfigError(f"master_port: {master_port!r} is not a port from 1 to 65535, or None for a free one.")
     if max_restarts < 0:
         raise ConfigError(f"max_restarts: {max_restarts!r} is negative. Give 0 to stop at the first failure.")
 
@@ -215,58 +214,6 @@ def _why_not_spawn(function: Callable[..., object], args: Sequence[object]) -> s
     return None
 
 
-def _config(
-    num_workers: int,
-    nnodes: int,
-    node_rank: int,
-    master_addr: str,
-    master_port: int | None,
-    max_restarts: int,
-    start_method: str,
-    folder: str,
-    run_id: str,
-    handler: "RendezvousHandler | None",
-) -> "LaunchConfig":
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
-
-    options: dict[str, Any] = {}
-    if handler is not None:
-        options |= {"rdzv_backend": handler.get_backend(), "rdzv_configs": {"handler": handler}}
-    else:  # static: node ranks are as given, not in order of arrival
-        options |= {"rdzv_backend": "static", "rdzv_endpoint": f"{master_addr}:{master_port or DEFAULT_PORT}"}
-        options |= {"rdzv_configs": {"rank": node_rank}}
-    if "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ and "shutdown_timeout" in _field_names(LaunchConfig):
-        options["shutdown_timeout"] = SHUTDOWN_SECONDS
-    return LaunchConfig(
-        min_nodes=nnodes,
-        max_nodes=nnodes,
-        nproc_per_node=num_workers,
-        run_id=run_id,
-        max_restarts=max_restarts,
-        start_method=start_method,
-        logs_specs=DefaultLogsSpecs(log_dir=folder),
-        **options,
-    )
-
-
-def _one_machine_variables(store: Path) -> dict[str, str]:
-    """Make the folder where workers meet, and return what they need to know to stay on this machine."""
-    store.mkdir(mode=0o700)
-    return {STORE_VARIABLE: str(store), **loopback_variables()}
-
-
-def _one_machine_handler(run_id: str, port: int | None) -> "RendezvousHandler":
-    from drivetrain.runtime.rendezvous import OneMachine, register_one_machine
-
-    register_one_machine()
-    return OneMachine(run_id, port or 0)
-
-
-def _field_names(config: type) -> set[str]:
-    return {field.name for field in dataclasses.fields(config)}
-
-
 def _worker_failed(failure: "ChildFailedError", first_rank: int) -> WorkerFailed:
     """Turn the agent's report into one error about the worker that failed first."""
     rank, first = failure.get_first_failure()
@@ -286,12 +233,8 @@ def _worker_failed(failure: "ChildFailedError", first_rank: int) -> WorkerFailed
         how = f"with exit code {exit_code}: no progress for hang_timeout. It printed where all ranks were."
     else:
         how = f"with exit code {exit_code}."
-    return WorkerFailed(
-        f"worker rank {rank} failed, so its group was stopped. It ended {how}",
-        rank=rank,
-        exit_code=exit_code,
-        traceback=traceback,
-    )
+    text = f"worker rank {rank} failed, so its group was stopped. It ended {how}"
+    return WorkerFailed(text, rank=rank, exit_code=exit_code, traceback=traceback)
 
 
 @contextmanager
@@ -301,7 +244,10 @@ def _restored_process_state() -> Iterator[None]:
     levels = [logger.level for logger in loggers]
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     handlers = {number: signal.getsignal(number) for number in numbers}
-    agent_variables = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}
+    agent_variables = {
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        SHUTDOWN_VARIABLE: os.environ.get(SHUTDOWN_VARIABLE, str(SHUTDOWN_SECONDS)),
+    }
     with _environment(**agent_variables, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
         try:
             for logger in loggers:

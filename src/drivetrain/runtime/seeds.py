@@ -42,8 +42,6 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         seed = operator.index(seed)
     except TypeError:
         raise ConfigError(f"seed: {seed!r} is a {type(seed).__name__}; expected a whole number, such as 42.") from None
-    if not -(2**63) <= seed < 2**64:
-        raise ConfigError(f"seed: {seed!r} does not fit in 64 bits; expected a whole number, such as 42.")
     _seed_all(seed + get_rank() if device_specific else seed)
     if deterministic:
         set_deterministic("strict")
@@ -62,7 +60,9 @@ def seed_worker(worker_id: int) -> int:
     torch gives every worker of a loader its own seed, but equally seeded ranks give theirs the same ones. Ranks above 0
     therefore derive theirs once more.
     """
-    seed, rank = torch.initial_seed(), _rank_of_worker()
+    # A spawned worker has no process group, yet inherits the launcher's environment.
+    seed, world = torch.initial_seed(), None if is_distributed() else launched_world()
+    rank = get_rank() if world is None else world.rank
     if rank > 0:
         seed = derive_seed(seed, "worker", rank)
         torch.manual_seed(seed)
@@ -70,19 +70,9 @@ def seed_worker(worker_id: int) -> int:
     return seed
 
 
-def _rank_of_worker() -> int:
-    """A spawned worker has no process group, yet inherits the launcher's environment."""
-    if is_distributed():
-        return get_rank()
-    world = launched_world()
-    return world.rank if world is not None else 0
-
-
 def _seed_all(seed: int) -> None:
     if not -(2**63) <= seed < 2**64:
-        raise ConfigError(
-            f"seed: {seed} does not fit in 64 bits, which is what torch's generators take. Use a smaller number."
-        )
+        raise ConfigError(f"seed: {seed} does not fit in 64 bits; expected a whole number, such as 42.")
     _seed_python_and_numpy(seed)
     torch.manual_seed(seed)
 
@@ -110,12 +100,11 @@ def capture_rng() -> StateDict:
             "has_gauss": int(legacy["has_gauss"]),
             "gauss": float(legacy["gauss"]),
         }
-    accelerator = _started_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
-        state["accelerator"] = {
-            "type": accelerator,
-            "state": torch.get_device_module(accelerator).get_rng_state(),
-        }
+        module = torch.get_device_module(accelerator)
+        if getattr(module, "is_initialized", lambda: True)():  # asking an idle one for its state would start it
+            state["accelerator"] = {"type": accelerator.type, "state": module.get_rng_state()}
     return state
 
 
@@ -137,7 +126,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     missing = {"python", "torch"} - set(state)
     if missing:
         raise StateError(
-            f"random state: {sorted(missing)} missing, found {sorted(state)}. Pass the result of capture_rng()."
+            f"random state: {sorted(missing)} missing in {sorted(state)}. Pass what capture_rng() returned."
         )
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
@@ -159,15 +148,6 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         current = torch.accelerator.current_accelerator(check_available=True)
         if current is not None and current.type == kind:
             torch.get_device_module(kind).set_rng_state(state["accelerator"]["state"].cpu())
-
-
-def _started_accelerator() -> str | None:
-    """Return the accelerator's type once it is in use; asking an idle one for its state would start it."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
-        return None
-    started = getattr(torch.get_device_module(device), "is_initialized", lambda: True)
-    return device.type if started() else None
 
 
 class _Settings(NamedTuple):

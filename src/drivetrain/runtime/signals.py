@@ -19,11 +19,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import ClassVar, Self
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.runtime.collectives import all_gather_values, start_agree_any
+from drivetrain.runtime.environment import seconds_from
 from drivetrain.runtime.ranks import get_num_processes, get_rank
 
 logger = logging.getLogger(__name__)
@@ -61,9 +62,7 @@ class StopSignals:
         valid = signal.valid_signals()
         wrong = [number for number in signals if number not in valid and number != -1]
         if wrong:
-            raise ConfigError(
-                f"signals: {wrong} are not signal numbers of this system. Use those of the module signal."
-            )
+            raise ConfigError(f"signals: {wrong} are not signals of this system. Use those of the module signal.")
         self.signals = tuple(int(number) for number in signals if number in valid)
         self.requested: int | None = None
         """The most urgent signal seen since the last `clear()`."""
@@ -93,9 +92,7 @@ class StopSignals:
         self._entered.append(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.finish()  # after an error the other ranks may be gone, and waiting for them could last forever
         else:
@@ -199,7 +196,7 @@ class StopWatchdog:
     """Ends this process some time after one of the `signals` arrives, unless `is_done()` returns True by then."""
 
     def __init__(self, signals: set[int], is_done: Callable[[], bool]):
-        self._signals, self._is_done, self._grace = signals, is_done, _grace()
+        self._signals, self._is_done, self._grace = signals, is_done, seconds_from(GRACE_VARIABLE, STOP_GRACE)
         self._ours, self._theirs = socket.socketpair()
         self._theirs.setblocking(False)
         self._earlier = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
@@ -237,27 +234,15 @@ class StopWatchdog:
                 deadline = time.monotonic()
 
 
-def _grace() -> float:
-    given = os.environ.get(GRACE_VARIABLE, STOP_GRACE)
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = -1.0
-    if not seconds >= 0:
-        raise ConfigError(f"{GRACE_VARIABLE}={given!r}: expected a number of seconds, or 0 to wait forever.")
-    return seconds
-
-
 def _end(number: int, seconds: float) -> None:
     """End the process as the signal asks, and print where it was."""
     main = threading.main_thread().ident
     frame = sys._current_frames().get(main) if main is not None else None
     stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
     sys.stderr.write(
-        f"{stack}rank {get_rank()}: {signal.Signals(number).name} arrived {seconds:.0f} s ago and could not be "
-        f"handled, because this process "
-        f"is blocked at the line above, probably waiting for another rank. It exits without a new checkpoint. {GRACE_VARIABLE} sets how "
-        "many seconds to wait.\n"
+        f"{stack}rank {get_rank()}: {signal.Signals(number).name} arrived {seconds:.0f} s ago and could not be handled, because this "
+        "process is blocked at the line above, probably waiting for another rank. It exits without a new checkpoint. "
+        f"{GRACE_VARIABLE} sets how many seconds to wait.\n"
     )
     sys.stderr.flush()
     os._exit(128 + number)
