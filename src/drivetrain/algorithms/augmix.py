@@ -3,23 +3,12 @@
 import torch
 from torch import Tensor, nn
 
-from drivetrain.algorithms.randaugment import check_severity
+from drivetrain.algorithms.utils import primitives
 from drivetrain.algorithms.utils.datasets import join_dataset
 from drivetrain.algorithms.utils.parts import Generator, draw_beta, draw_integer, draw_weights
-from drivetrain.algorithms.utils.primitives import (
-    AugmentationSet,
-    Image,
-    apply_one_of,
-    as_pil,
-    as_tensor,
-    check_image,
-    each_image,
-    find_set,
-    is_pil,
-    shown_set,
-)
+from drivetrain.algorithms.utils.primitives import AugmentationSet, Image, find_set, is_pil
 from drivetrain.context.state import State
-from drivetrain.core.arguments import check_counts
+from drivetrain.core.arguments import check_counts, check_number
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -41,7 +30,7 @@ def augmix_image(
     where `depth` is not positive. A PIL image stays one; tensors are uint8 or float from 0 to 1.
     """
     _check(severity, depth, width, alpha, augmentation_set, "augmix_image")
-    check_image(img, "augmix_image")
+    primitives.check_image(img, "augmix_image")
     augmentations = find_set(augmentation_set, "augmix_image")
 
     def augment(image: Image) -> object:
@@ -51,33 +40,32 @@ def augmix_image(
         for weight in weights:
             chain = image
             for _ in range(depth if depth > 0 else draw_integer(1, 4, generator)):
-                chain = apply_one_of(augmentations, chain, severity, generator)
+                chain = primitives.apply_one_of(augmentations, chain, severity, generator)
             total += mixing * weight * _values(chain)
         return _like(image, total)
 
-    return each_image(augment, img)
+    return primitives.each_image(augment, img)
 
 
 def _values(image: Image) -> Tensor:
-    return as_tensor(image).float() if is_pil(image) else image.float()
+    return primitives.as_tensor(image).float() if is_pil(image) else image.float()
 
 
 def _like(image: Image, values: Tensor) -> Image:
     """Return values as an image of the same kind; whole numbers are cut, not rounded."""
     if is_pil(image):
-        return as_pil(values.clamp(0, 255).to(torch.uint8), image.mode)
+        return primitives.as_pil(values.clamp(0, 255).to(torch.uint8), image.mode)
     return values.clamp(0, 255).to(image.dtype) if image.dtype is torch.uint8 else values.to(image.dtype)
 
 
 def _check(severity: int, depth: int, width: int, alpha: float, augmentation_set: AugmentationSet, who: str) -> None:
-    check_severity(severity, who)
+    check_number("severity", severity, at_least=0, at_most=10, owner=who)
+    check_number("alpha", alpha, above=0, owner=who)
     check_counts(who, 1, width=width)
     if isinstance(depth, bool) or not isinstance(depth, int):
         raise ConfigError(
             f"{who}(depth={depth!r}): expected a whole number; 0 or less draws one to three for each chain."
         )
-    if not alpha > 0:
-        raise ConfigError(f"{who}(alpha={alpha!r}): expected a number above 0.")
     find_set(augmentation_set, who)
 
 
@@ -98,14 +86,12 @@ class AugmentAndMixTransform(nn.Module):
         self.alpha, self.augmentation_set = alpha, augmentation_set
 
     def forward(self, img: Image) -> Image:
-        """Return the mixed image."""
         return augmix_image(img, self.severity, self.depth, self.width, self.alpha, self.augmentation_set)
 
     def extra_repr(self) -> str:
-        """Show the settings."""
         return (
             f"severity={self.severity}, depth={self.depth}, width={self.width}, alpha={self.alpha}, "
-            f"augmentation_set={shown_set(self.augmentation_set)}"
+            f"augmentation_set={primitives.shown_set(self.augmentation_set)}"
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch.optim import Optimizer
 
-from drivetrain.algorithms.utils.run import elapsed_fraction
+from drivetrain.algorithms.utils.run import progress_to
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_choice, check_fractions
 from drivetrain.core.errors import ConfigError
@@ -21,7 +21,6 @@ from drivetrain.core.time import Time, TimeUnit, ensure_time
 from drivetrain.core.types import StateDict
 
 Rule = Literal["sqrt", "linear", "none"]
-RULES = ("sqrt", "linear", "none")
 
 
 def learning_rate_factor(share: float, rule: Rule) -> float:
@@ -45,7 +44,7 @@ class BatchSizeWarmup(Algorithm):
 
     def __init__(self, initial: float = 0.25, duration: str | Time = "0.3dur", lr_rule: Rule = "sqrt"):
         check_fractions("BatchSizeWarmup", initial=initial)
-        check_choice("lr_rule", lr_rule, RULES, owner="BatchSizeWarmup")
+        check_choice("lr_rule", lr_rule, ("sqrt", "linear", "none"), owner="BatchSizeWarmup")
         self.initial, self.duration, self.lr_rule = initial, ensure_time(duration, TimeUnit.BATCH), lr_rule
         self._length: int | None = None
         self._rates: list[tuple[dict[str, object], object]] = []
@@ -53,18 +52,8 @@ class BatchSizeWarmup(Algorithm):
     def length_at(self, state: State) -> int:
         """Return how many batches the window that opens now has."""
         full = state.accumulation_steps
-        share = self.initial + (1 - self.initial) * self._progress(state)
+        share = self.initial + (1 - self.initial) * progress_to(self.duration, state, str(self))
         return min(full, max(1, round(full * share)))
-
-    def _progress(self, state: State) -> float:
-        end = self.duration
-        if end.value <= 0:
-            return 1.0
-        if end.unit is TimeUnit.DURATION:
-            done = elapsed_fraction(state, str(self))
-        else:
-            done = float(state.clock.get(end.unit).value)
-        return min(1.0, done / end.value)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.BATCH_START:
@@ -107,9 +96,7 @@ class BatchSizeWarmup(Algorithm):
                 group["lr"] = group["lr"] * factor
 
     def state_dict(self) -> StateDict:
-        """Return the length of the window in progress."""
         return {"length": self._length}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back the length of the window in progress."""
         self._length = state["length"]

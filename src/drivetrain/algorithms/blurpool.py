@@ -4,7 +4,6 @@ A strided convolution or max-pool aliases: moving the input by one pixel changes
 subsampling removes the frequencies that would fold over.
 """
 
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -181,19 +180,15 @@ def apply_blurpool(
             return None
         return BlurMaxPool2d.from_maxpool2d(module, index)
 
-    policies: dict[type[nn.Module], ReplacementFunction] = {}
-    if replace_maxpools:
-        policies[nn.MaxPool2d] = blur_pool
+    policies: dict[type[nn.Module], ReplacementFunction] = {nn.MaxPool2d: blur_pool} if replace_maxpools else {}
     if replace_convs:
         policies[nn.Conv2d] = blur_conv
-    if not replace_module_classes(model, policies, optimizers) and not count_module_instances(model, _LAYERS):
+    layers = (BlurConv2d, BlurMaxPool2d)
+    if not replace_module_classes(model, policies, optimizers) and not count_module_instances(model, layers):
         warn_no_effect(
             f"BlurPool found nothing to replace in {type(model).__name__}: no MaxPool2d, and no strided Conv2d with at least "
             f"{min_channels} input channels (min_channels)."
         )
-
-
-_LAYERS = (BlurConv2d, BlurMaxPool2d)
 
 
 def check_blurpool(who: str, replace_convs: bool, replace_maxpools: bool, min_channels: int) -> None:
@@ -208,6 +203,8 @@ def check_blurpool(who: str, replace_convs: bool, replace_maxpools: bool, min_ch
 class BlurPool(ModelSurgery):
     """Antialiases the max-pools and strided convolutions of the model."""
 
+    counts = {"blurpool/num_blurpool_layers": BlurMaxPool2d, "blurpool/num_blurconv_layers": BlurConv2d}
+
     def __init__(
         self, replace_convs: bool = True, replace_maxpools: bool = True, blur_first: bool = True, min_channels: int = 16
     ):
@@ -215,9 +212,5 @@ class BlurPool(ModelSurgery):
         self.replace_convs, self.replace_maxpools = replace_convs, replace_maxpools
         self.blur_first, self.min_channels = blur_first, min_channels
 
-    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> Mapping[str, int]:
+    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
         apply_blurpool(model, self.replace_convs, self.replace_maxpools, self.blur_first, self.min_channels, optimizers)
-        return {
-            "blurpool/num_blurpool_layers": count_module_instances(model, BlurMaxPool2d),
-            "blurpool/num_blurconv_layers": count_module_instances(model, BlurConv2d),
-        }

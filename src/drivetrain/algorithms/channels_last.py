@@ -3,8 +3,6 @@
 Values and shapes stay; only the order in memory changes. Inputs have to follow, so the model converts what it is given.
 """
 
-from collections.abc import Mapping
-
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
@@ -44,6 +42,5 @@ class ChannelsLast(ModelSurgery):
     def required_on_load() -> bool:
         return False  # a layout is not part of what is saved
 
-    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> Mapping[str, int]:
+    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
         apply_channels_last(model)
-        return {}

@@ -6,22 +6,12 @@ import torch
 from torch import Tensor
 
 from drivetrain.algorithms.mixup import dense_targets
+from drivetrain.algorithms.utils import parts
 from drivetrain.algorithms.utils.losses import PairMixing
-from drivetrain.algorithms.utils.parts import (
-    Box,
-    Generator,
-    check_images,
-    draw_beta,
-    draw_box,
-    draw_permutation,
-    first_tensor,
-    is_image_like,
-    map_tensors,
-    take_rows,
-)
+from drivetrain.algorithms.utils.parts import Box, Generator, check_images, first_tensor, map_tensors, take_rows
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
-from drivetrain.core.arguments import check_fractions, check_numbers
+from drivetrain.core.arguments import check_fraction, check_numbers
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import Batch
 
@@ -51,7 +41,7 @@ def cutmix_batch(
     first = first_tensor(input, "cutmix_batch")
     check_images(first, "CutMix")
     if indices is None:
-        indices = draw_permutation(first.shape[0], first.device, generator)
+        indices = parts.draw_permutation(first.shape[0], first.device, generator)
     if bbox is None:
         bbox = _draw_cut(first, length, alpha, uniform_sampling, generator)
     elif length is not None:
@@ -63,13 +53,12 @@ def cutmix_batch(
 def _draw_cut(image: Tensor, length: float | None, alpha: float, uniform: bool, generator: Generator) -> Box:
     height, width = image.shape[-2:]
     if length is not None:
-        check_fractions("cutmix_batch", length=length)
-        side = length
+        side = check_fraction("length", length, owner="cutmix_batch")
     else:
-        side = math.sqrt(1 - draw_beta(alpha, generator)) if alpha > 0 else 0.0
+        side = math.sqrt(1 - parts.draw_beta(alpha, generator)) if alpha > 0 else 0.0
     if side == 0:
         return (0, 0, 0, 0)
-    return draw_box((height, width), (int(height * side), int(width * side)), uniform, generator)
+    return parts.draw_box((height, width), (int(height * side), int(width * side)), uniform, generator)
 
 
 def own_area(image: Tensor, bbox: Box) -> float:
@@ -119,24 +108,22 @@ class CutMix(PairMixing):
         self._image_size: torch.Size | None = None
 
     def mix_inputs(self, state: State) -> tuple[float, Tensor]:
-        """Paste boxes of other images."""
         inputs = state.batch_get_item(self.input_key)
         first = first_tensor(inputs, str(self))
-        if self.interpolate_loss and is_image_like(state.batch_get_item(self.target_key), first):
+        if self.interpolate_loss and parts.is_image_like(state.batch_get_item(self.target_key), first):
             raise ConfigError(
                 "CutMix(interpolate_loss=True): the targets are images, which are cut and pasted like the inputs; there is only one "
                 "loss, so there is nothing to interpolate. Use interpolate_loss=False."
             )
         check_images(first, str(self))
         generator = state.rng(type(self).__name__)
-        index = draw_permutation(first.shape[0], first.device, generator)
+        index = parts.draw_permutation(first.shape[0], first.device, generator)
         self._bbox = bbox = _draw_cut(first, None, self.alpha, self.uniform_sampling, generator)
         self._image_size = first.shape[-2:]
         state.batch_set_item(self.input_key, map_tensors(lambda x: paste(x, take_rows(x, index), bbox), inputs))
         return own_area(first, bbox), index
 
     def mix_targets(self, logits: object, targets: object) -> Batch:
-        """Cut and paste targets that are images; mix others by area."""
         if isinstance(targets, Tensor) and targets.ndim > 2 and targets.shape[-2:] == self._image_size:
             return paste(targets, take_rows(targets, self._rows), self._bbox)
         return super().mix_targets(logits, targets)

@@ -5,7 +5,6 @@ low that the pair costs less than the original. `set_rank` lowers it later, refi
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,9 +16,9 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, inside, leave_fused_paths, warn_no_effect
-from drivetrain.core.arguments import check_choice, check_counts
+from drivetrain.core.arguments import check_choice, check_counts, check_number
 from drivetrain.core.errors import ConfigError
-from drivetrain.module.surgery import ReplacementFunction, count_module_instances, replace_module_classes
+from drivetrain.module.surgery import ReplacementFunction, replace_module_classes
 
 
 class MissingKernelError(ConfigError, RuntimeError):
@@ -73,7 +72,7 @@ def factorize_matrix(
     dtype, X, Y = Wa.dtype, X.double(), Y.double()
     offset = torch.zeros(Y.shape[1], dtype=Y.dtype, device=Y.device) if bias is None else bias.double()
     if rank >= min(X.shape[1], Y.shape[1]):
-        whole = torch.linalg.lstsq(X, Y - offset, driver=_driver(X)).solution
+        whole = _solve(X, Y - offset)
         return LowRankSolution(whole.to(dtype), None, bias, nmse=_nmse(X @ whole + offset, Y))
     if rank >= Wa.shape[1]:
         assert Wb is not None  # a whole matrix has the outputs as columns, of which there are more
@@ -81,8 +80,8 @@ def factorize_matrix(
     first, second = (factor.double() for factor in split_matrix(Wa if Wb is None else Wa @ Wb, rank))
     for _ in range(n_iters):
         # With one factor fixed, the other is a linear regression.
-        first = torch.linalg.lstsq(X, (Y - offset) @ torch.linalg.pinv(second), driver=_driver(X)).solution
-        second = torch.linalg.lstsq(X @ first, Y - offset, driver=_driver(X)).solution
+        first = _solve(X, (Y - offset) @ torch.linalg.pinv(second))
+        second = _solve(X @ first, Y - offset)
         if bias is not None:
             offset = (Y - X @ first @ second).mean(dim=0)
     nmse = _nmse(X @ first @ second + offset, Y)
@@ -93,9 +92,9 @@ def _nmse(found: Tensor, Y: Tensor) -> float:
     return float((found - Y).square().mean() / Y.var(correction=0).clamp(min=torch.finfo(Y.dtype).tiny))
 
 
-def _driver(X: Tensor) -> str:
-    """Name the solver that copes with dependent columns; an accelerator has only the plain one."""
-    return "gelsd" if X.device.type == "cpu" else "gels"
+def _solve(X: Tensor, Y: Tensor) -> Tensor:
+    """Return the least-squares solution; on the CPU also for dependent columns, which accelerators have no solver for."""
+    return torch.linalg.lstsq(X, Y, driver="gelsd" if X.device.type == "cpu" else "gels").solution
 
 
 @torch.no_grad()
@@ -122,15 +121,13 @@ def factorize_conv2d(
     if padding_mode != "zeros":
         high, wide = _pair(conv2d_kwargs.pop("padding", 0))
         X = F.pad(X, (wide, wide, high, high), mode=padding_mode)
-    Y = F.conv2d(X, Wa, biasA, **conv2d_kwargs)
+    Y, bias = F.conv2d(X, Wa, biasA, **conv2d_kwargs), biasA
     if Wb is not None:
         Y = F.conv2d(Y, Wb, biasB)
-    bias = biasA
-    if Wb is not None:  # what the first part adds reaches the output through the second
+        # What the first part adds reaches the output through the second.
         passed = None if biasA is None else Wb.flatten(1) @ biasA
         bias = passed if biasB is None else biasB if passed is None else biasB + passed
-    patches = F.unfold(X, Wa.shape[2:], **conv2d_kwargs)  # (N, channels * area, places)
-    rows = patches.transpose(1, 2).flatten(0, 1)
+    rows = F.unfold(X, Wa.shape[2:], **conv2d_kwargs).transpose(1, 2).flatten(0, 1)  # (N * places, channels * area)
     solution = factorize_matrix(
         rows, Y.flatten(2).transpose(1, 2).flatten(0, 1), Wa.flatten(1).t(),
         None if Wb is None else Wb.flatten(1).t(), bias, rank, n_iters,
@@ -141,19 +138,7 @@ def factorize_conv2d(
     return solution
 
 
-__all__ = [
-    "Factorize",
-    "FactorizedConv2d",
-    "FactorizedLinear",
-    "LowRankSolution",
-    "apply_factorization",
-    "factorize_conv2d",
-    "factorize_matrix",
-    "factorizing_could_speedup",
-]
-
 Initialize = Literal["random", "svd"]
-_INITIALIZE = ("random", "svd")
 
 
 def clean_latent_size(latent: float, in_size: int, out_size: int) -> int:
@@ -170,23 +155,22 @@ def factorizing_could_speedup(module: nn.Module, latent_size: float) -> bool:
     """Return whether a layer split at this rank would do less arithmetic than it does now."""
     if isinstance(module, FactorizedModule):
         return module.should_factorize(latent_size)
-    if isinstance(module, nn.Conv2d):
-        if module.groups > 1:
-            return False
-        inputs = module.in_channels * math.prod(module.kernel_size)
-        latent = clean_latent_size(latent_size, module.in_channels, module.out_channels)
-        return latent <= max_rank_with_speedup(inputs, module.out_channels)
-    if isinstance(module, nn.Linear):
-        latent = clean_latent_size(latent_size, module.in_features, module.out_features)
-        return latent <= max_rank_with_speedup(module.in_features, module.out_features)
-    return False
+    if isinstance(module, nn.Conv2d) and module.groups == 1:
+        sizes, area = (module.in_channels, module.out_channels), math.prod(module.kernel_size)
+    elif isinstance(module, nn.Linear):
+        sizes, area = (module.in_features, module.out_features), 1
+    else:
+        return False
+    return clean_latent_size(latent_size, *sizes) <= max_rank_with_speedup(sizes[0] * area, sizes[1])
 
 
 class FactorizedModule(nn.Module):
     """What the two kinds share: `module0` has few outputs and no bias, `module1` has the layer's outputs and its bias."""
 
-    module0: nn.Module
-    module1: nn.Module
+    module0: Any
+    module1: Any
+    unit: str
+    """What torch calls the sizes of such a layer: channels or features."""
 
     def __init__(self, in_size: int, out_size: int, latent_size: float, inputs: int):
         super().__init__()
@@ -205,7 +189,7 @@ class FactorizedModule(nn.Module):
     def reset_parameters(self) -> None:
         """Draw new weights for both parts."""
         for part in (self.module0, self.module1):
-            part.reset_parameters()  # type: ignore[operator]
+            part.reset_parameters()
 
     def should_factorize(self, proposed_rank: float) -> bool:
         """Return whether this rank, or this fraction of the smaller size, would do less arithmetic than the present one."""
@@ -233,22 +217,27 @@ class FactorizedModule(nn.Module):
 
     def apply_solution(self, solution: LowRankSolution) -> None:
         """Take the parts that `solution_for_rank` found."""
-        raise NotImplementedError
-
-    def _assign(self, size: str, solution: LowRankSolution, first: Tensor, second: Tensor) -> None:
+        assert solution.Wa is not None and solution.Wb is not None
         self.latent_size = solution.rank
-        for part, name, weight in ((self.module0, f"out_{size}", first), (self.module1, f"in_{size}", second)):
-            setattr(part, name, solution.rank)
-            part.weight = nn.Parameter(weight.contiguous(), requires_grad=part.weight.requires_grad)  # type: ignore[arg-type]
+        for part, side, found in ((self.module0, "out", solution.Wa), (self.module1, "in", solution.Wb)):
+            setattr(part, f"{side}_{self.unit}", solution.rank)
+            weight = found.t() if found.ndim == 2 else found
+            part.weight = nn.Parameter(weight.contiguous(), requires_grad=part.weight.requires_grad)
         if solution.bias is not None:
-            self.module1.bias.data.copy_(solution.bias)  # type: ignore[operator]
+            self.module1.bias.data.copy_(solution.bias)
+
+    def _approximate(self, module: nn.Conv2d | nn.Linear) -> None:
+        """Start from the best approximation of a layer's weights."""
+        factors = split_matrix(module.weight.detach().flatten(1).t(), self.latent_size)
+        for part, factor in zip((self.module0, self.module1), factors):
+            part.weight = nn.Parameter(factor.t().reshape(part.weight.shape).contiguous())
+        self.module1.bias = module.bias
 
 
 class FactorizedConv2d(FactorizedModule):
     """Two convolutions in place of one: the first has its geometry and few channels, the second is 1x1 and has its bias."""
 
-    module0: nn.Conv2d
-    module1: nn.Conv2d
+    unit = "channels"
 
     def __init__(
         self,
@@ -286,10 +275,6 @@ class FactorizedConv2d(FactorizedModule):
             stride=conv.stride, padding=conv.padding, dilation=conv.dilation, padding_mode=conv.padding_mode,
         )  # fmt: skip
 
-    def apply_solution(self, solution: LowRankSolution) -> None:
-        assert solution.Wa is not None and solution.Wb is not None
-        self._assign("channels", solution, solution.Wa, solution.Wb)
-
     @staticmethod
     def from_conv2d(
         module: nn.Conv2d, module_index: int = -1, latent_channels: float = 0.25, initialize: Initialize = "random"
@@ -300,18 +285,14 @@ class FactorizedConv2d(FactorizedModule):
             padding=module.padding, dilation=module.dilation, padding_mode=module.padding_mode, bias=module.bias is not None,
         )  # fmt: skip
         if initialize == "svd":
-            first, second = split_matrix(module.weight.detach().flatten(1).t(), new.latent_size)
-            new.module0.weight = nn.Parameter(first.t().reshape(-1, *module.weight.shape[1:]).contiguous())
-            new.module1.weight = nn.Parameter(second.t()[:, :, None, None].contiguous())
-            new.module1.bias = module.bias
+            new._approximate(module)
         return new
 
 
 class FactorizedLinear(FactorizedModule):
     """Two linear layers in place of one: the first has few outputs and no bias, the second has the bias."""
 
-    module0: nn.Linear
-    module1: nn.Linear
+    unit = "features"
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, latent_features: float = 0.25):
         super().__init__(in_features, out_features, latent_features, in_features)
@@ -339,10 +320,6 @@ class FactorizedLinear(FactorizedModule):
             None if bias is None else bias.detach(), rank,
         )  # fmt: skip
 
-    def apply_solution(self, solution: LowRankSolution) -> None:
-        assert solution.Wa is not None and solution.Wb is not None
-        self._assign("features", solution, solution.Wa.t(), solution.Wb.t())
-
     @staticmethod
     def from_linear(
         module: nn.Linear, module_index: int = -1, latent_features: float = 0.25, initialize: Initialize = "random"
@@ -350,10 +327,7 @@ class FactorizedLinear(FactorizedModule):
         """Return a layer that replaces a linear one; `svd` starts from the best approximation of its weights."""
         new = FactorizedLinear(module.in_features, module.out_features, module.bias is not None, latent_features)
         if initialize == "svd":
-            first, second = split_matrix(module.weight.detach().t(), new.latent_size)
-            new.module0.weight = nn.Parameter(first.t().contiguous())
-            new.module1.weight = nn.Parameter(second.t().contiguous())
-            new.module1.bias = module.bias
+            new._approximate(module)
         return new
 
 
@@ -377,30 +351,22 @@ def apply_factorization(
     done = inside(model, FactorizedModule)
     left_alone: set[nn.Module] = set()
 
-    def is_wide(module: nn.Module, sizes: tuple[int, int], narrowest: int, latent: float) -> bool:
+    def factorize(module: nn.Module, index: int) -> nn.Module | None:
+        if isinstance(module, nn.Conv2d):
+            sizes, narrowest, latent = (module.in_channels, module.out_channels), min_channels, latent_channels
+        else:
+            assert isinstance(module, nn.Linear)
+            sizes, narrowest, latent = (module.in_features, module.out_features), min_features, latent_features
         if module in done or min(sizes) < narrowest or not factorizing_could_speedup(module, latent):
-            return False
+            return None
         if parametrize.is_parametrized(module):
             left_alone.add(module)
-        return type(module) in (nn.Conv2d, nn.Linear)  # a subclass computes something else with its weights
+        if type(module) is nn.Conv2d:  # a subclass computes something else with its weights
+            return FactorizedConv2d.from_conv2d(module, index, latent, initialize)
+        return FactorizedLinear.from_linear(module, index, latent, initialize) if type(module) is nn.Linear else None
 
-    def factorize_conv(module: nn.Module, index: int) -> nn.Module | None:
-        assert isinstance(module, nn.Conv2d)
-        if not is_wide(module, (module.in_channels, module.out_channels), min_channels, latent_channels):
-            return None
-        return FactorizedConv2d.from_conv2d(module, index, latent_channels, initialize)
-
-    def factorize_linear(module: nn.Module, index: int) -> nn.Module | None:
-        assert isinstance(module, nn.Linear)
-        if not is_wide(module, (module.in_features, module.out_features), min_features, latent_features):
-            return None
-        return FactorizedLinear.from_linear(module, index, latent_features, initialize)
-
-    policies: dict[type[nn.Module], ReplacementFunction] = {}
-    if factorize_convs:
-        policies[nn.Conv2d] = factorize_conv
-    if factorize_linears:
-        policies[nn.Linear] = factorize_linear
+    chosen: dict[type[nn.Module], bool] = {nn.Conv2d: factorize_convs, nn.Linear: factorize_linears}
+    policies: dict[type[nn.Module], ReplacementFunction] = {cls: factorize for cls, wanted in chosen.items() if wanted}
     replaced = replace_module_classes(model, policies, optimizers)
     leave_fused_paths(model, FactorizedModule)
     if left_alone:
@@ -418,9 +384,8 @@ def apply_factorization(
 def check_factorize(who: str, latent_channels: float, latent_features: float, initialize: str) -> None:
     """Reject sizes and names that mean nothing."""
     for name, value in (("latent_channels", latent_channels), ("latent_features", latent_features)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ConfigError(f"{who}({name}={value!r}): expected a count, or a fraction below 1.")
-    check_choice("initialize", initialize, _INITIALIZE, owner=who)
+        check_number(name, value, above=0, owner=who, hint=", a count, or a fraction below 1")
+    check_choice("initialize", initialize, ("random", "svd"), owner=who)
 
 
 class Factorize(ModelSurgery):
@@ -428,6 +393,10 @@ class Factorize(ModelSurgery):
 
     after = ("SqueezeExcite", "GatedLinearUnits")
     before = ("WeightStandardization", "FP8Linear")
+    counts = {
+        "factorize/num_conv2d_replacements": FactorizedConv2d,
+        "factorize/num_linear_replacements": FactorizedLinear,
+    }
 
     def __init__(
         self,
@@ -445,19 +414,8 @@ class Factorize(ModelSurgery):
         self.min_channels, self.latent_channels = min_channels, latent_channels
         self.min_features, self.latent_features, self.initialize = min_features, latent_features, initialize
 
-    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> Mapping[str, int]:
+    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
         apply_factorization(
-            model,
-            self.factorize_convs,
-            self.factorize_linears,
-            self.min_channels,
-            self.latent_channels,
-            self.min_features,
-            self.latent_features,
-            optimizers,
-            initialize=self.initialize,
-        )
-        return {
-            "factorize/num_conv2d_replacements": count_module_instances(model, FactorizedConv2d),
-            "factorize/num_linear_replacements": count_module_instances(model, FactorizedLinear),
-        }
+            model, self.factorize_convs, self.factorize_linears, self.min_channels, self.latent_channels,
+            self.min_features, self.latent_features, optimizers, initialize=self.initialize,
+        )  # fmt: skip

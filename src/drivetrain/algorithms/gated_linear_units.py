@@ -5,9 +5,9 @@ and the value projection are new.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,11 +38,11 @@ class GatedProjection(nn.Module):
         self.non_gated_layer = nn.Linear(in_features, out_features, bias=non_gated_layer_bias)
         self.act = act_fn
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.act(self.gated_layer(hidden)) * self.non_gated_layer(hidden)
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.act(self.gated_layer(hidden_states)) * self.non_gated_layer(hidden_states)
 
 
-class GatedFeedForward(nn.Module):
+class GatedFeedForward(GatedProjection):
     """A gated feed-forward network: `wo(dropout(act(G h) * (V h)))`."""
 
     def __init__(
@@ -56,16 +56,12 @@ class GatedFeedForward(nn.Module):
         *,
         wo: nn.Linear | None = None,
     ):
-        super().__init__()
-        self.gated_layer = nn.Linear(d_embed, d_ff, bias=gated_layer_bias)
-        self.non_gated_layer = nn.Linear(d_embed, d_ff, bias=non_gated_layer_bias)
+        super().__init__(d_embed, d_ff, act_fn, gated_layer_bias, non_gated_layer_bias)
         self.wo = nn.Linear(d_ff, d_embed) if wo is None else wo
         self.dropout = nn.Dropout(dropout_rate)
-        self.act = act_fn
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        gated = self.act(self.gated_layer(hidden_states)) * self.non_gated_layer(hidden_states)
-        return self.wo(self.dropout(gated))
+        return self.wo(self.dropout(super().forward(hidden_states)))
 
 
 class BERTGatedFFOutput(GatedFeedForward):
@@ -91,7 +87,8 @@ class BERTGatedFFOutput(GatedFeedForward):
         return self.layernorm(super().forward(hidden_states) + input_tensor)
 
 
-# ------------------------------------------------------------------------------------ adapters
+Plan = dict[nn.Module, Callable[[], nn.Module]]
+"""Which modules to replace, and what makes their replacements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +100,7 @@ class Gating:
     non_gated_layer_bias: bool
 
 
-Plan = dict[nn.Module, Callable[[], nn.Module]]
-"""Which modules to replace, and what makes their replacements."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FeedForwardAdapter:
+class FeedForwardAdapter(NamedTuple):
     """How to gate the feed-forward networks of one class of transformer layers."""
 
     activation: Callable[[nn.Module], Any]
@@ -132,7 +124,7 @@ def register_feed_forward(
         raise ConfigTypeError(f"register_feed_forward({cls!r}): expected a class of modules, or its name.")
     if cls in _by_class:
         raise ConfigError(f"register_feed_forward: {_name(cls)} is already registered.")
-    _by_class[cls] = FeedForwardAdapter(activation=activation, plan=plan)
+    _by_class[cls] = FeedForwardAdapter(activation, plan)
 
 
 def _adapter_of(module: nn.Module) -> FeedForwardAdapter | None:
@@ -181,9 +173,6 @@ for _torch_layer in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer):
     register_feed_forward(_torch_layer, activation=lambda layer: layer.activation, plan=_plan_torch)
 
 
-# ------------------------------------------------------------------------------------ the idea and its timing
-
-
 def apply_gated_linear_units(
     model: nn.Module,
     optimizers: Optimizers = None,
@@ -199,7 +188,7 @@ def apply_gated_linear_units(
             f"{', '.join(sorted(map(_name, _by_class)))}. Register yours with register_feed_forward."
         )
         return
-    layers = [(layer, adapter) for layer, adapter in layers if not count_module_instances(layer, _GATED)]
+    layers = [(layer, adapter) for layer, adapter in layers if not count_module_instances(layer, GatedProjection)]
     if not layers:
         return  # done before
     act_fn = _activation_of(layers) if act_fn is None else act_fn
@@ -209,10 +198,7 @@ def apply_gated_linear_units(
         plan |= adapter.plan(layer, gating)
     policies = {nn.Module: lambda module, index: plan[module]() if module in plan else None}
     replace_module_classes(model, policies, optimizers)
-    leave_fused_paths(model, _GATED)
-
-
-_GATED = (GatedProjection, GatedFeedForward)
+    leave_fused_paths(model, GatedProjection)
 
 
 def _activation_of(layers: list[tuple[nn.Module, FeedForwardAdapter]]) -> Activation:
@@ -260,6 +246,5 @@ class GatedLinearUnits(ModelSurgery):
         known = {"act_fn": name} if name and getattr(F, name, None) is self.act_fn else {}
         return {**super().config(), **known}
 
-    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> Mapping[str, int]:
+    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
         apply_gated_linear_units(model, optimizers, self.act_fn, self.gated_layer_bias, self.non_gated_layer_bias)
-        return {}

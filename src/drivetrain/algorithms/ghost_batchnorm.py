@@ -3,7 +3,6 @@
 Large batches have less noisy statistics, and lose the regularisation that the noise brings; parts of a fixed size keep it.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from drivetrain.core.arguments import check_counts
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Logger
-from drivetrain.core.types import Settings
 from drivetrain.module.surgery import count_module_instances, replace_module_classes
 from drivetrain.runtime.ranks import num_data_ranks
 
@@ -61,9 +59,11 @@ class _GhostNorm(_BatchNorm):
     @classmethod
     def from_batchnorm(cls, module: _BatchNorm, ghost_batch_size: int = 32) -> "_GhostNorm":
         """Return the layer that takes the place of a batch norm and uses its very parameters and buffers."""
-        settings: Settings = {"affine": module.affine, "track_running_stats": module.track_running_stats}
-        settings["ghost_batch_size"] = ghost_batch_size
-        return share_tensors(cls(module.num_features, module.eps, module.momentum, **settings, device="meta"), module)
+        new = cls(
+            module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats,
+            ghost_batch_size=ghost_batch_size, device="meta",
+        )  # fmt: skip
+        return share_tensors(new, module)
 
 
 class GhostBatchNorm1d(_GhostNorm, nn.BatchNorm1d):
@@ -102,22 +102,19 @@ class GhostBatchNorm(ModelSurgery):
     """Replaces the batch norms of the model, and checks before training that every batch is large enough."""
 
     events = frozenset({Event.INIT, Event.FIT_START})
+    counts = {"GhostBatchNorm/num_new_modules": _GhostNorm}
 
     def __init__(self, ghost_batch_size: int = 32):
         check_counts("GhostBatchNorm", 1, ghost_batch_size=ghost_batch_size)
         self.ghost_batch_size = ghost_batch_size
 
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        if event is Event.FIT_START:
-            self._check_batches(state.train_dataloader)
-        else:
-            super().apply(event, state, logger)
-
-    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> Mapping[str, int]:
+    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
         apply_ghost_batchnorm(model, self.ghost_batch_size, optimizers)
-        return {"GhostBatchNorm/num_new_modules": count_module_instances(model, _GhostNorm)}
 
-    def _check_batches(self, loader: Any) -> None:
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event is Event.INIT:
+            return super().apply(event, state, logger)
+        loader: Any = state.train_dataloader
         smallest = smallest_batch(loader)
         if smallest is not None and smallest < self.ghost_batch_size:
             size = loader.batch_size
@@ -126,6 +123,7 @@ class GhostBatchNorm(ModelSurgery):
                 f"GhostBatchNorm(ghost_batch_size={self.ghost_batch_size}): Worker batch size falls to {smallest} (batches of {size} "
                 f"over {len(loader.sampler)} samples). Use {way_out}, or a smaller ghost_batch_size."
             )
+        return None
 
 
 def smallest_batch(loader: object) -> int | None:

@@ -4,8 +4,6 @@
 that each subnetwork is trained long enough to become a member of an ensemble.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -157,6 +155,5 @@ class GyroDropout(ModelSurgery):
             layer.total_iterations, layer.counts_passes = total, False
         return None
 
-    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> Mapping[str, int]:
+    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
         apply_gyro_dropout(model, 0, 0, self.p, self.sigma, self.tau, optimizers)
-        return {}

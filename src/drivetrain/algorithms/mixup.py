@@ -3,16 +3,9 @@
 import torch
 from torch import Tensor
 
+from drivetrain.algorithms.utils import parts
 from drivetrain.algorithms.utils.losses import PairMixing
-from drivetrain.algorithms.utils.parts import (
-    Generator,
-    check_floating,
-    draw_beta,
-    draw_permutation,
-    first_tensor,
-    map_tensors,
-    take_rows,
-)
+from drivetrain.algorithms.utils.parts import Generator, first_tensor, map_tensors, take_rows
 from drivetrain.context.batch import BatchKey, ensure_targets_one_hot
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_numbers
@@ -44,20 +37,18 @@ def mixup_batch(
         mixing = draw_mixing(alpha, generator)
     first = first_tensor(input, "mixup_batch")
     if indices is None:
-        indices = draw_permutation(first.shape[0], first.device, generator)
+        indices = parts.draw_permutation(first.shape[0], first.device, generator)
     return map_tensors(lambda x: _mixed(x, mixing, indices), input), take_rows(target, indices), mixing
 
 
 def draw_mixing(alpha: float, generator: Generator = None) -> float:
     """Return the weight of the other sample: at most 1/2, and 0 for `alpha` 0."""
-    if alpha == 0:
-        return 0.0
-    mixing = draw_beta(alpha, generator)
+    mixing = 0.0 if alpha == 0 else parts.draw_beta(alpha, generator)
     return min(mixing, 1 - mixing)
 
 
 def _mixed(x: Tensor, mixing: float | Tensor, indices: Tensor) -> Tensor:
-    check_floating(x, "MixUp")
+    parts.check_floating(x, "MixUp")
     return torch.lerp(x, take_rows(x, indices), mixing.to(x) if isinstance(mixing, Tensor) else mixing)
 
 
@@ -86,21 +77,16 @@ class MixUp(PairMixing):
     conflicts = {"CutMix": "both mix the samples of a batch. Apply one per batch: OneOf(MixUp(...), CutMix(...))"}
 
     def __init__(
-        self,
-        alpha: float = 0.2,
-        interpolate_loss: bool = False,
-        input_key: BatchKey = 0,
-        target_key: BatchKey = 1,
+        self, alpha: float = 0.2, interpolate_loss: bool = False, input_key: BatchKey = 0, target_key: BatchKey = 1
     ):
         check_numbers("MixUp", 0, alpha=alpha)
         super().__init__(interpolate_loss, input_key, target_key)
         self.alpha = alpha
 
     def mix_inputs(self, state: State) -> tuple[float, Tensor]:
-        """Mix whole samples."""
         inputs = state.batch_get_item(self.input_key)
         first, generator = first_tensor(inputs, str(self)), state.rng(type(self).__name__)
         mixing = draw_mixing(self.alpha, generator)
-        index = draw_permutation(first.shape[0], first.device, generator)
+        index = parts.draw_permutation(first.shape[0], first.device, generator)
         state.batch_set_item(self.input_key, map_tensors(lambda x: _mixed(x, mixing, index), inputs))
         return 1 - mixing, index

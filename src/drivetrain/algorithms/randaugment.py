@@ -2,20 +2,12 @@
 
 from torch import nn
 
+from drivetrain.algorithms.utils import primitives
 from drivetrain.algorithms.utils.datasets import join_dataset
 from drivetrain.algorithms.utils.parts import Generator
-from drivetrain.algorithms.utils.primitives import (
-    AugmentationSet,
-    Image,
-    apply_one_of,
-    check_image,
-    each_image,
-    find_set,
-    shown_set,
-)
+from drivetrain.algorithms.utils.primitives import AugmentationSet, Image, find_set
 from drivetrain.context.state import State
-from drivetrain.core.arguments import check_counts
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.arguments import check_counts, check_number
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
 
@@ -33,15 +25,15 @@ def randaugment_image(
     A PIL image stays one. A tensor (C, H, W), or each image of a batch (N, C, H, W) on its own, is uint8 or float from 0 to 1.
     """
     _check(severity, depth, augmentation_set, "randaugment_image")
-    check_image(img, "randaugment_image")
+    primitives.check_image(img, "randaugment_image")
     augmentations = find_set(augmentation_set, "randaugment_image")
 
     def augment(image: Image) -> object:
         for _ in range(depth):
-            image = apply_one_of(augmentations, image, severity, generator)
+            image = primitives.apply_one_of(augmentations, image, severity, generator)
         return image
 
-    return each_image(augment, img)
+    return primitives.each_image(augment, img)
 
 
 def randaugment(
@@ -59,15 +51,9 @@ def randaugment(
 
 
 def _check(severity: int, depth: int, augmentation_set: AugmentationSet, who: str) -> None:
-    check_severity(severity, who)
+    check_number("severity", severity, at_least=0, at_most=10, owner=who)
     check_counts(who, 0, depth=depth)
     find_set(augmentation_set, who)
-
-
-def check_severity(severity: float, who: str) -> None:
-    """Reject a strength outside of 0 to 10."""
-    if isinstance(severity, bool) or not isinstance(severity, int | float) or not 0 <= severity <= 10:
-        raise ConfigError(f"{who}(severity={severity!r}): expected a number from 0 to 10.")
 
 
 class RandAugmentTransform(nn.Module):
@@ -79,12 +65,10 @@ class RandAugmentTransform(nn.Module):
         self.severity, self.depth, self.augmentation_set = severity, depth, augmentation_set
 
     def forward(self, img: Image) -> Image:
-        """Return the augmented image."""
         return randaugment_image(img, self.severity, self.depth, self.augmentation_set)
 
     def extra_repr(self) -> str:
-        """Show the settings."""
-        return f"severity={self.severity}, depth={self.depth}, augmentation_set={shown_set(self.augmentation_set)}"
+        return f"severity={self.severity}, depth={self.depth}, augmentation_set={primitives.shown_set(self.augmentation_set)}"
 
 
 class RandAugment(Algorithm):

@@ -7,7 +7,7 @@ borders and one gather for the whole batch, as in Jordan's airbench (2024, arXiv
 import torch
 from torch import Tensor
 
-from drivetrain.algorithms.utils.parts import Generator, check_images, first_tensor, map_tensors
+from drivetrain.algorithms.utils.parts import Generator, check_images, device_of, first_tensor, map_tensors
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_counts
@@ -44,8 +44,7 @@ def translate_batch(x: Tensor, pixels: int = 2, *, generator: Generator = None) 
         raise ConfigError(
             f"RandomTranslation(pixels={pixels}): the images have shape {tuple(x.shape)}; expected (N, C, H, W) with sides above {pixels}."
         )
-    device = "cpu" if generator is None else generator.device
-    shifts = torch.randint(-pixels, pixels + 1, (2, len(x)), generator=generator, device=device)
+    shifts = torch.randint(-pixels, pixels + 1, (2, len(x)), generator=generator, device=device_of(generator))
     down, right = shifts.to(x.device, non_blocking=True)
     return translate(x, down, right)
 

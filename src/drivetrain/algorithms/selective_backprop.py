@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drivetrain.algorithms.utils.losses import logits_of, losses_of_samples, mean_per_sample, per_sample
-from drivetrain.algorithms.utils.parts import Generator, first_tensor, map_tensors, take_rows
+from drivetrain.algorithms.utils.parts import Generator, device_of, first_tensor, map_tensors, take_rows
 from drivetrain.algorithms.utils.passes import autocast_of, call_model, without_trace
 from drivetrain.algorithms.utils.run import elapsed_fraction
 from drivetrain.context.batch import BatchKey, batch_set
 from drivetrain.context.state import State
-from drivetrain.core.arguments import check_counts, check_fractions
+from drivetrain.core.arguments import check_counts, check_fractions, check_number
 from drivetrain.core.containers import leaves
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
@@ -70,17 +70,14 @@ def choose_rows(
 
 def draw_ranks(count: int, keep: float, generator: Generator = None) -> Tensor:
     """Return ranks drawn without replacement, high ranks preferred."""
-    device = "cpu" if generator is None else generator.device
-    percentiles = (torch.arange(count, dtype=torch.float64, device=device) + 0.5) / count
+    percentiles = (torch.arange(count, dtype=torch.float64, device=device_of(generator)) + 0.5) / count
     weights = percentiles.pow(1 / keep - 1).clamp(min=torch.finfo(torch.float64).tiny)
     return torch.multinomial(weights, max(1, int(keep * count)), replacement=False, generator=generator)
 
 
 def _check(keep: float, scale_factor: float, who: str) -> None:
-    check_fractions(who, keep=keep, scale_factor=scale_factor)
     for name, value in (("keep", keep), ("scale_factor", scale_factor)):
-        if value == 0:
-            raise ConfigError(f"{who}({name}=0): no samples would be left. Expected a number above 0, at most 1.")
+        check_number(name, value, above=0, at_most=1, owner=who, hint=", so that samples are left")
 
 
 def _downscaled(x: Tensor, scale: float) -> Tensor:
@@ -135,13 +132,8 @@ class SelectiveBackprop(Algorithm):
         inputs, targets = state.batch_get_item(self.input_key), state.batch_get_item(self.target_key)
         losses_of = losses_of_samples(state, str(self))
         with without_trace(state), autocast_of(state):
-            chosen = choose_rows(
-                inputs,
-                lambda x: losses_of(self._outputs(state, x), targets),
-                self.keep,
-                self.scale_factor,
-                state.rng(type(self).__name__),
-            )
+            scores = lambda x: losses_of(self._outputs(state, x), targets)
+            chosen = choose_rows(inputs, scores, self.keep, self.scale_factor, state.rng(type(self).__name__))
         self._take_other_rows(state, inputs, targets, chosen)
         state.batch_set_item(self.input_key, take_rows(inputs, chosen))
         state.batch_set_item(self.target_key, take_rows(targets, chosen))

@@ -1,6 +1,5 @@
 """Squeeze-and-excitation (Hu et al., 2018, arXiv 1709.01507): weigh the channels of a layer by what the whole image shows."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,7 +8,7 @@ from torch.optim import Optimizer
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, inside, warn_no_effect
 from drivetrain.core.arguments import check_counts
 from drivetrain.core.errors import ConfigError
-from drivetrain.module.surgery import count_module_instances, replace_module_classes
+from drivetrain.module.surgery import replace_module_classes
 
 
 class SqueezeExcite2d(nn.Module):
@@ -87,11 +86,12 @@ def check_latent(who: str, latent_channels: float) -> None:
 class SqueezeExcite(ModelSurgery):
     """Adds squeeze-and-excitation after the wide convolutions of the model."""
 
+    counts = {"squeeze_excite/num_squeeze_excite_layers": SqueezeExciteConv2d}
+
     def __init__(self, latent_channels: float = 64, min_channels: int = 128):
         check_latent("SqueezeExcite", latent_channels)
         check_counts("SqueezeExcite", 0, min_channels=min_channels)
         self.latent_channels, self.min_channels = latent_channels, min_channels
 
-    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> Mapping[str, int]:
+    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
         apply_squeeze_excite(model, self.latent_channels, self.min_channels, optimizers)
-        return {"squeeze_excite/num_squeeze_excite_layers": count_module_instances(model, SqueezeExciteConv2d)}

@@ -6,6 +6,7 @@ no step waits for the device, and a recomputation in backward meets the same cho
 always run and the choice is a factor, so that nothing is compiled twice.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, model_of, warn_no_effect
-from drivetrain.algorithms.utils.run import elapsed_fraction
+from drivetrain.algorithms.utils.run import progress_to
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_choice, check_fractions
 from drivetrain.core.errors import ConfigError, ConfigTypeError
@@ -27,8 +28,6 @@ from drivetrain.module.probing import keeps_shape
 from drivetrain.module.wrapping import GeneratedClass, subclass_of, written_class
 from drivetrain.runtime.seeds import derive_seed
 
-_METHODS = ("block", "sample")
-_DISTRIBUTIONS = ("linear", "uniform")
 _BOTTLENECK_PARTS = ("conv1", "bn1", "conv2", "bn2", "conv3", "bn3", "relu", "downsample")
 
 
@@ -53,12 +52,10 @@ class Skippable(GeneratedClass):
         """Return by what the block's change is multiplied, or None for 1; shape () or (batch, 1, ...)."""
         if not self.training:
             return self.keep.to(x.dtype)
-        if self.drops_samples:
-            shape = (x.shape[0], *(1 for _ in x.shape[1:]))
-            return torch.floor(self.keep + torch.rand(shape, device=x.device)).to(x.dtype)
-        if torch.compiler.is_compiling():
-            return torch.floor(self.keep + torch.rand((), device=x.device)).to(x.dtype)
-        return None
+        if not self.drops_samples and not torch.compiler.is_compiling():
+            return None
+        shape = (x.shape[0], *(1 for _ in x.shape[1:])) if self.drops_samples else ()
+        return torch.floor(self.keep + torch.rand(shape, device=x.device)).to(x.dtype)
 
 
 class BlockStochasticModule(Skippable):
@@ -70,16 +67,13 @@ class BlockStochasticModule(Skippable):
             return x
         out = super().__call__(x, *args, **kwargs)  # type: ignore[misc]
         if not isinstance(out, Tensor) or out.shape != x.shape:
-            self._reject(x, out)
+            given = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+            raise ConfigTypeError(
+                f"StochasticDepth cannot skip {written_class(self).__name__}: it takes shape {tuple(x.shape)} and returns "  # type: ignore[arg-type]
+                f"{given}. Blocks must return a tensor like their input; name another class with target_layer_name."
+            )
         factor = self.factor(x)
         return out if factor is None else torch.addcmul(x, factor, out - x)
-
-    def _reject(self, x: Tensor, out: object) -> None:
-        given = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-        raise ConfigTypeError(
-            f"StochasticDepth cannot skip {written_class(self).__name__}: it takes shape {tuple(x.shape)} and returns {given}. Blocks "  # type: ignore[arg-type]
-            "must return a tensor like their input; name another class with target_layer_name."
-        )
 
 
 class StochasticBottleneck(Skippable):
@@ -110,8 +104,6 @@ class DrawChoices:
             block.is_dropped = number < block.drop_rate
 
     def __deepcopy__(self, memo: dict[int, object]) -> "DrawChoices":
-        import copy
-
         generator = None if self.generator is None else self.generator.clone_state()
         return DrawChoices(copy.deepcopy(self.blocks, memo), generator)
 
@@ -135,10 +127,8 @@ def apply_stochastic_depth(
     check_unwrapped(model, "apply_stochastic_depth")
     blocks = find_blocks_to_skip(model, target_layer_name)
     if not blocks:
-        sought = (
-            "repeated blocks that keep the shape of their input" if target_layer_name == "auto" else target_layer_name
-        )
-        shown = sought.__name__ if isinstance(sought, type) else sought
+        shown = target_layer_name.__name__ if isinstance(target_layer_name, type) else target_layer_name
+        shown = "repeated blocks that keep the shape of their input" if shown == "auto" else shown
         warn_no_effect(f"StochasticDepth found no {shown} in {type(model).__name__}, so no block is skipped.")
         return
     if drop_rate == 0:
@@ -153,7 +143,8 @@ def apply_stochastic_depth(
         block.drops_samples = stochastic_method == "sample"
         block.is_dropped = False
     set_drop_rates(blocks, drop_rate, drop_distribution)
-    if stochastic_method == "block" and not _draws_of(model):
+    has_draws = any(isinstance(hook, DrawChoices) for hook in model._forward_pre_hooks.values())
+    if stochastic_method == "block" and not has_draws:
         model.register_forward_pre_hook(DrawChoices(blocks, generator))
 
 
@@ -185,15 +176,11 @@ def _is_bottleneck(module: nn.Module) -> bool:
     return "Bottleneck" in written_class(module).__name__ and all(hasattr(module, part) for part in _BOTTLENECK_PARTS)
 
 
-def _draws_of(model: nn.Module) -> list[DrawChoices]:
-    return [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, DrawChoices)]
-
-
 def check_stochastic_depth(who: str, method: str, drop_rate: float, distribution: str) -> None:
     """Reject impossible settings."""
-    check_choice("stochastic_method", method, _METHODS, owner=who)
+    check_choice("stochastic_method", method, ("block", "sample"), owner=who)
     check_fractions(who, drop_rate=drop_rate)
-    check_choice("drop_distribution", distribution, _DISTRIBUTIONS, owner=who)
+    check_choice("drop_distribution", distribution, ("linear", "uniform"), owner=who)
 
 
 class StochasticDepth(ModelSurgery):
@@ -203,6 +190,7 @@ class StochasticDepth(ModelSurgery):
     """
 
     find_unused_parameters = True
+    counts = {"stochastic_depth/num_stochastic_layers": Skippable}  # type: ignore[dict-item]  # a part of generated modules
 
     def __init__(
         self,
@@ -231,39 +219,20 @@ class StochasticDepth(ModelSurgery):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.BATCH_START:
-            return self._warm_up(state)
-        # Without the rank: everybody draws the same.
-        self._generator.manual_seed(derive_seed(state.seed, type(self).__name__))
-        super().apply(event, state, logger)
-        self._blocks = stochastic_blocks(model_of(state, str(self)))
+            self._warmed_up = progress_to(self.drop_warmup, state, str(self))
+        else:
+            # Without the rank: everybody draws the same.
+            self._generator.manual_seed(derive_seed(state.seed, type(self).__name__))
+            super().apply(event, state, logger)
+            self._blocks = stochastic_blocks(model_of(state, str(self)))
         self._set_rates()
 
-    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> Mapping[str, int]:
-        apply_stochastic_depth(
-            model,
-            self.target_layer_name,
-            self.stochastic_method,
-            self.drop_rate,
-            self.drop_distribution,
-            generator=self._generator,
-        )
-        return {"stochastic_depth/num_stochastic_layers": len(stochastic_blocks(model))}
-
-    def _warm_up(self, state: State) -> None:
-        self._warmed_up = self._progress(state)
-        self._set_rates()
+    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
+        method, rate, distribution = self.stochastic_method, self.drop_rate, self.drop_distribution
+        apply_stochastic_depth(model, self.target_layer_name, method, rate, distribution, generator=self._generator)
 
     def _set_rates(self) -> None:
         set_drop_rates(self._blocks, self.drop_rate * self._warmed_up, self.drop_distribution)
-
-    def _progress(self, state: State) -> float:
-        """Return how much of the warm-up lies behind, from 0 to 1."""
-        warmup = self.drop_warmup
-        if warmup.unit is TimeUnit.DURATION:
-            done: float = elapsed_fraction(state, str(self))
-        else:
-            done = float(state.timestamp.get(warmup.unit).value)
-        return min(1.0, done / warmup.value)
 
     def config(self) -> Settings:
         """Return the arguments; a class by its name, which a file can hold."""

@@ -32,20 +32,23 @@ class ModelSurgery(Algorithm):
     events = frozenset({Event.INIT})
     writes: tuple[str, ...] = ("model", "optimizers")
     tags = frozenset({"surgery"})
+    counts: Mapping[str, type[nn.Module]] = {}
+    """The layers whose number in the changed model is logged, by the name in the log."""
 
     @staticmethod
     def required_on_load() -> bool:
         return True
 
-    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> Mapping[str, int]:
-        """Change the model and return what to log about it."""
+    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
+        """Change the model and its optimizers."""
         raise NotImplementedError(f"{type(self).__name__} does not define operate(model, optimizers)")
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        counts = self.operate(model_of(state, str(self)), torch_optimizers(state))
+        model = model_of(state, str(self))
+        self.operate(model, torch_optimizers(state))
         rebind_units(state)
-        if counts:
-            logger.log_hyperparameters(counts)
+        if self.counts:
+            logger.log_hyperparameters({name: count_module_instances(model, cls) for name, cls in self.counts.items()})
 
 
 def model_of(state: State, who: str) -> nn.Module:
@@ -101,10 +104,8 @@ def with_settings(module: M, **attributes: object) -> M:
 
 def share_tensors(new: M, old: nn.Module) -> M:
     """Give a new layer the very parameters and buffers of the one it replaces; where that has none, it has none either."""
-    for name in list(new._parameters):
-        new._parameters[name] = old._parameters.get(name)
-    for name in list(new._buffers):
-        new._buffers[name] = old._buffers.get(name)
+    new._parameters.update({name: old._parameters.get(name) for name in new._parameters})
+    new._buffers.update({name: old._buffers.get(name) for name in new._buffers})
     return new
 
 
@@ -124,9 +125,6 @@ def leave_fused_paths(model: nn.Module, layers: type[nn.Module] | tuple[type[nn.
             module.use_nested_tensor = False
 
 
-_APPLY_AT = (Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD)
-
-
 def cast_for_autocast(device: str, x: Tensor, *weights: Tensor | None) -> tuple[Any, ...]:
     """Return input and weights in the type that autocast uses on this kind of device."""
     dtype = torch.get_autocast_dtype(device)
@@ -142,11 +140,10 @@ def replace_norms(
     optimizers: Optimizers,
 ) -> None:
     """Replace all norms of exactly one class; a subclass may compute something else and stays."""
-    name = f"LowPrecision{norm.__name__}"
-    if precision is not None and parse_precision(precision).autocast_dtype is None:
+    name, parsed = f"LowPrecision{norm.__name__}", None if precision is None else parse_precision(precision)
+    if parsed is not None and parsed.autocast_dtype is None:
         warn_no_effect(
-            f"{name} works only under autocast, and the precision is {parse_precision(precision).name!r}. Use precision='bf16' or "
-            "'fp16', or remove it."
+            f"{name} works only under autocast, and the precision is {parsed.name!r}. Use precision='bf16' or 'fp16', or remove it."
         )
         return
     replaced = replace_module_classes(
@@ -165,11 +162,9 @@ class LowPrecisionNorm(Algorithm):
     replace: Callable[..., None]
 
     def __init__(self, apply_at: Event | str = Event.INIT):
-        valid = [event.name for event in _APPLY_AT]
-        if str(getattr(apply_at, "name", apply_at)).upper() not in valid:
-            raise ConfigError(
-                unknown_name("event", getattr(apply_at, "name", apply_at), valid, where=f"{self}(apply_at=)")
-            )
+        name, valid = getattr(apply_at, "name", apply_at), ("INIT", "BEFORE_LOAD", "AFTER_LOAD")
+        if str(name).upper() not in valid:
+            raise ConfigError(unknown_name("event", name, valid, where=f"{self}(apply_at=)"))
         self.apply_at = Event(apply_at)
         self.events = frozenset({self.apply_at})
 

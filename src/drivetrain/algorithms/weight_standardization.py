@@ -1,7 +1,6 @@
 """Weight standardization (Qiao et al., 2019, arXiv 1903.10520): give every convolution filter mean zero and variance one."""
 
 import warnings
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +11,13 @@ from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrap
 from drivetrain.core.arguments import check_counts
 from drivetrain.core.errors import DrivetrainWarning
 
-_EPSILON = 1e-10
-
 
 class WeightStandardizer(nn.Module):
     """A parametrization that standardizes a kernel over all of its dimensions but the first."""
 
     def forward(self, W: Tensor) -> Tensor:
-        dims = list(range(1, W.ndim))
-        var, mean = torch.var_mean(W, dim=dims, correction=0, keepdim=True)
-        return (W - mean) / torch.sqrt(var + _EPSILON)
+        var, mean = torch.var_mean(W, dim=list(range(1, W.ndim)), correction=0, keepdim=True)
+        return (W - mean) / torch.sqrt(var + 1e-10)
 
 
 def apply_weight_standardization(
@@ -89,14 +85,11 @@ class WeightStandardization(ModelSurgery):
 
     writes = ("model",)
     before = ("StochasticDepth",)  # blocks that are skipped at random cannot be traced
+    counts = {"WeightStandardization/num_weights_standardized": WeightStandardizer}
 
     def __init__(self, n_last_layers_ignore: int = 0):
         check_counts("WeightStandardization", 0, n_last_layers_ignore=n_last_layers_ignore)
         self.n_last_layers_ignore = n_last_layers_ignore
 
-    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> Mapping[str, int]:
-        return {
-            "WeightStandardization/num_weights_standardized": apply_weight_standardization(
-                model, self.n_last_layers_ignore
-            )
-        }
+    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
+        apply_weight_standardization(model, self.n_last_layers_ignore)

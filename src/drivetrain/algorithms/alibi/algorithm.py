@@ -7,7 +7,6 @@ attention no adapter reaches have replacements for their layers by class.
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, warn_no_effect
 from drivetrain.context.state import State
-from drivetrain.core.arguments import check_counts
+from drivetrain.core.arguments import check_counts, check_number
 from drivetrain.core.containers import is_namedtuple, same_tuple
 from drivetrain.core.errors import ConfigError, ConfigTypeError, unknown_name
 from drivetrain.core.event import Event
@@ -39,13 +38,6 @@ from drivetrain.module.wrapping import written_class
 
 _TABLES = {"BertEmbeddings": "position_embeddings", "RobertaEmbeddings": "position_embeddings", "GPT2Model": "wpe"}
 """Where classes of transformers keep their table."""
-_COUNTING_BUFFERS = ("position_ids", "token_type_ids")
-
-
-def find_position_tables(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the holders and attribute names of the position embeddings that are known by class."""
-    named = [(module, _TABLES.get(written_class(module).__name__)) for module in model.modules()]
-    return [(module, name) for module, name in named if name is not None]
 
 
 def position_table_at(model: nn.Module, path: str) -> tuple[nn.Module, str]:
@@ -70,28 +62,19 @@ def retire_position_table(holder: nn.Module, name: str, length: int, optimizers:
     zeros = nn.Parameter(weight.new_zeros(length + first, weight.shape[1]), requires_grad=False)
     new = nn.Embedding(len(zeros), weight.shape[1], padding_idx=old.padding_idx, _weight=zeros, _freeze=True)
     setattr(holder, name, new.train(old.training))
-    held = (
-        []
-        if optimizers is None
-        else [optimizers]
-        if isinstance(optimizers, torch.optim.Optimizer)
-        else list(optimizers)
-    )
+    held = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
     if any(p is weight for one in held for group in one.param_groups for p in group["params"]):
         update_params_in_optimizer([weight], [], held)
-    _lengthen(holder, len(zeros))
-
-
-def _lengthen(holder: nn.Module, length: int) -> None:
-    """Let what counts positions next to the table count as far as it."""
-    for name in _COUNTING_BUFFERS:
+    # What counts positions next to the table must count as far as it.
+    for name in ("position_ids", "token_type_ids"):
         buffer = holder._buffers.get(name)
         if buffer is not None:
-            row = torch.arange(length, device=buffer.device) if name == "position_ids" else buffer.new_zeros(length)
+            is_position = name == "position_ids"
+            row = torch.arange(len(zeros), device=buffer.device) if is_position else buffer.new_zeros(len(zeros))
             holder._buffers[name] = row.to(buffer.dtype).expand(1, -1)
     config = getattr(holder, "config", None)
     if config is not None and hasattr(config, "max_position_embeddings"):
-        config.max_position_embeddings = length
+        config.max_position_embeddings = len(zeros)
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -150,7 +133,10 @@ def apply_alibi(
     layers = find_attention(model)
     if attention_module is not None:
         layers = _layers_of(model, attention_module, heads_per_layer, layers)
-    policies = {cls: partial(_ask, policy, max_sequence_length) for cls, policy in policy_registry.items()}
+    policies = {
+        cls: lambda module, index, policy=policy: policy(module, index, max_sequence_length)
+        for cls, policy in policy_registry.items()
+    }
     replaced = replace_module_classes(model, policies, optimizers) if policies else {}
     if not layers and not replaced:
         warn_no_effect(
@@ -171,7 +157,8 @@ def apply_alibi(
         if mask_replacement_function is not None:
             mask_replacement_function(layer, max_sequence_length)
     leave_fast_path(model)
-    tables = find_position_tables(model)
+    known = ((module, _TABLES.get(written_class(module).__name__)) for module in model.modules())
+    tables = [(module, name) for module, name in known if name is not None]
     if position_embedding_attribute is not None:
         tables.append(position_table_at(model, position_embedding_attribute))
     for holder, name in tables:
@@ -184,25 +171,16 @@ def _layers_of(
 ) -> list[tuple[str, nn.Module, AttentionAdapter]]:
     """Return the attention layers of one class, with what the registry does not know taken from the caller."""
     adapters = {layer: adapter for _, layer, adapter in known}
-    found = []
-    for name, layer in model.named_modules():
-        if isinstance(layer, cls):
-            adapter = adapters.get(layer)
-            if adapter is None:
-                if heads is None:
-                    raise ConfigError(
-                        f"apply_alibi(attention_module={cls.__name__}) needs heads_per_layer: the class is not registered."
-                    )
-                adapter = AttentionAdapter(
-                    heads=lambda _: heads, causal=lambda layer: bool(getattr(layer, "is_causal", True)),
-                    inject=intercept_attention_calls,
-                )  # fmt: skip
-            found.append((name, layer, adapter))
-    return found
-
-
-def _ask(policy: "Policy", length: int, module: nn.Module, index: int) -> nn.Module | None:
-    return policy(module, index, length)
+    found = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, cls)]
+    if heads is None and any(layer not in adapters for _, layer in found):
+        raise ConfigError(
+            f"apply_alibi(attention_module={cls.__name__}) needs heads_per_layer: the class is not registered."
+        )
+    own = AttentionAdapter(
+        heads=lambda _: heads or 0, causal=lambda layer: bool(getattr(layer, "is_causal", True)),
+        inject=intercept_attention_calls,
+    )  # fmt: skip
+    return [(name, layer, adapters.get(layer, own)) for name, layer in found]
 
 
 def _verify(model: nn.Module) -> None:
@@ -261,10 +239,7 @@ class Alibi(ModelSurgery):
     def __init__(self, max_sequence_length: int, train_sequence_length_scaling: float = 0.25):
         check_counts("Alibi", 1, max_sequence_length=max_sequence_length)
         scaling = train_sequence_length_scaling
-        if isinstance(scaling, bool) or not isinstance(scaling, int | float) or not scaling > 0:
-            raise ConfigError(
-                f"Alibi(train_sequence_length_scaling={scaling!r}): expected a positive number, such as 0.25."
-            )
+        check_number("train_sequence_length_scaling", scaling, above=0, owner="Alibi", hint=", such as 0.25")
         self.max_sequence_length, self.train_sequence_length_scaling = max_sequence_length, scaling
         if scaling == 1:
             self.events = frozenset({Event.INIT})
@@ -275,9 +250,8 @@ class Alibi(ModelSurgery):
         else:
             super().apply(event, state, logger)
 
-    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> Mapping[str, int]:
+    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
         apply_alibi(model, self.max_sequence_length, optimizers)
-        return {}
 
 
 def scale_sequences(batch: object, scaling: float) -> Batch:
@@ -327,8 +301,7 @@ class PolicyRegistry(dict[type[nn.Module], Policy]):
 
         def enter(policy: Policy) -> Policy:
             self._check(policy, modules)
-            for cls in modules:
-                self[cls] = policy
+            self.update(dict.fromkeys(modules, policy))
             return policy
 
         return enter

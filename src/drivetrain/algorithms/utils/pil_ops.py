@@ -1,82 +1,45 @@
 """The operations of image augmentation on PIL images; `tensor_ops` has the same ones for tensors."""
 
-from typing import TYPE_CHECKING
+from PIL import ImageEnhance
+from PIL.Image import Image, Resampling, Transform
+from PIL.ImageOps import autocontrast, equalize, posterize, solarize
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from drivetrain.algorithms.utils.tensor_ops import Matrix
 
-Matrix = tuple[float, float, float, float, float, float]
-"""Where an output pixel (x, y) comes from: (a x + b y + c, d x + e y + f), counted from pixel corners."""
+__all__ = ["affine", "autocontrast", "brightness", "color", "contrast", "equalize", "posterize"]
+__all__ += ["rotate", "sharpness", "size", "solarize"]
 
 
-def size(image: "Image") -> tuple[int, int]:
+def size(image: Image) -> tuple[int, int]:
     """Return width and height."""
     return image.size
 
 
-def autocontrast(image: "Image") -> "Image":
-    """Stretch each channel to the full range."""
-    from PIL import ImageOps
-
-    return ImageOps.autocontrast(image)
-
-
-def equalize(image: "Image") -> "Image":
-    """Make each channel's values equally frequent."""
-    from PIL import ImageOps
-
-    return ImageOps.equalize(image)
-
-
-def posterize(image: "Image", bits: int) -> "Image":
-    """Keep the highest bits of each value."""
-    from PIL import ImageOps
-
-    return ImageOps.posterize(image, bits)
-
-
-def solarize(image: "Image", threshold: int) -> "Image":
-    """Invert the values that reach the threshold."""
-    from PIL import ImageOps
-
-    return ImageOps.solarize(image, threshold)
-
-
-def rotate(image: "Image", degrees: float) -> "Image":
+def rotate(image: Image, degrees: float) -> Image:
     """Turn counter-clockwise around the centre."""
-    from PIL import Image
-
-    return image.rotate(degrees, resample=Image.Resampling.BILINEAR)
+    return image.rotate(degrees, resample=Resampling.BILINEAR)
 
 
-def affine(image: "Image", matrix: Matrix) -> "Image":
+def affine(image: Image, matrix: Matrix) -> Image:
     """Move every pixel; what comes from outside is black."""
-    from PIL import Image
-
-    return image.transform(image.size, Image.Transform.AFFINE, matrix, resample=Image.Resampling.BILINEAR)
+    return image.transform(image.size, Transform.AFFINE, matrix, resample=Resampling.BILINEAR)
 
 
-def color(image: "Image", factor: float) -> "Image":
+def color(image: Image, factor: float) -> Image:
     """Change the saturation: 0 is grey, 1 leaves the image as it is."""
-    return _enhanced("Color", image, factor)
+    return ImageEnhance.Color(image).enhance(factor)
 
 
-def contrast(image: "Image", factor: float) -> "Image":
+def contrast(image: Image, factor: float) -> Image:
     """Change the contrast: 0 is plain grey, 1 leaves the image as it is."""
-    return _enhanced("Contrast", image, factor)
+    return ImageEnhance.Contrast(image).enhance(factor)
 
 
-def brightness(image: "Image", factor: float) -> "Image":
+def brightness(image: Image, factor: float) -> Image:
     """Change the brightness: 0 is black, 1 leaves the image as it is."""
-    return _enhanced("Brightness", image, factor)
+    return ImageEnhance.Brightness(image).enhance(factor)
 
 
-def sharpness(image: "Image", factor: float) -> "Image":
+def sharpness(image: Image, factor: float) -> Image:
     """Change the sharpness: 0 is smooth, 1 leaves the image as it is."""
-    return _enhanced("Sharpness", image, factor)
-
-
-def _enhanced(kind: str, image: "Image", factor: float) -> "Image":
-    from PIL import ImageEnhance
-
-    return getattr(ImageEnhance, kind)(image).enhance(factor)
+    return ImageEnhance.Sharpness(image).enhance(factor)

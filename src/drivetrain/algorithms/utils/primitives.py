@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.algorithms.utils import pil_ops, tensor_ops
+from drivetrain.algorithms.utils import tensor_ops
 from drivetrain.algorithms.utils.parts import Generator, draw_coin, draw_integer, draw_uniform
 from drivetrain.core.errors import ConfigError, ConfigTypeError, unknown_name
 
@@ -38,6 +38,8 @@ def _augmentation(operate: Callable[[ModuleType, Image, float, Generator], Image
     @wraps(operate)
     def augment(image: Image, level: float, generator: Generator = None) -> Image:
         if is_pil(image):
+            from drivetrain.algorithms.utils import pil_ops
+
             return operate(pil_ops, image, level, generator)
         if not isinstance(image, Tensor) or image.ndim != 3:
             shape = tuple(image.shape) if isinstance(image, Tensor) else type(image).__name__
@@ -85,15 +87,13 @@ def solarize(operations: ModuleType, image: Image, level: float, generator: Gene
 @_augmentation
 def shear_x(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
     """Shear to either side."""
-    slope = _either_sign(_strength(level, 0.3, generator), generator)
-    return operations.affine(image, (1, slope, 0, 0, 1, 0))
+    return operations.affine(image, (1, _either_sign(_strength(level, 0.3, generator), generator), 0, 0, 1, 0))
 
 
 @_augmentation
 def shear_y(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
     """Shear up or down."""
-    slope = _either_sign(_strength(level, 0.3, generator), generator)
-    return operations.affine(image, (1, 0, 0, slope, 1, 0))
+    return operations.affine(image, (1, 0, 0, _either_sign(_strength(level, 0.3, generator), generator), 1, 0))
 
 
 @_augmentation
@@ -192,11 +192,9 @@ def apply_one_of(
 
 def shown_set(given: AugmentationSet) -> str:
     """Return a set as a repr shows it."""
-    return (
-        repr(given)
-        if isinstance(given, str)
-        else f"[{', '.join(getattr(one, '__name__', repr(one)) for one in given)}]"
-    )
+    if isinstance(given, str):
+        return repr(given)
+    return f"[{', '.join(getattr(one, '__name__', repr(one)) for one in given)}]"
 
 
 def check_image(image: object, who: str) -> None:
@@ -232,7 +230,6 @@ def is_pil(image: object) -> bool:
 def as_tensor(image: object) -> Tensor:
     """Return a PIL image as a tensor (C, H, W) of its own values."""
     import numpy as np
-    import torch
 
     values = torch.from_numpy(np.array(image))
     return values.unsqueeze(0) if values.ndim == 2 else values.permute(2, 0, 1)

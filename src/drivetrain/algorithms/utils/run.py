@@ -31,6 +31,15 @@ def has_come(time: Time, state: State, who: str) -> bool:
     return state.clock.get(time.unit).value >= time.value
 
 
+def progress_to(end: Time, state: State, who: str) -> float:
+    """Return how much of the way from the start of the run to a time lies behind, from 0 to 1."""
+    if end.value <= 0:
+        return 1.0
+    is_share = end.unit is TimeUnit.DURATION
+    done = elapsed_fraction(state, who) if is_share else float(state.clock.get(end.unit).value)
+    return min(1.0, done / end.value)
+
+
 def num_batches(state: State) -> int | None:
     """Return the batches of the whole run, or None where that cannot be counted."""
     end, per_epoch = state.max_duration, state.dataloader_len

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drivetrain.algorithms.utils.pil_ops import Matrix
 from drivetrain.core.errors import ConfigTypeError
 
-# Red, green, blue in the luma of ITU-R 601, as sixteen-bit fractions.
-_LUMA = (19595, 38470, 7471)
+Matrix = tuple[float, float, float, float, float, float]
+"""Where an output pixel (x, y) comes from: (a x + b y + c, d x + e y + f), counted from pixel corners."""
 
 
 def size(image: Tensor) -> tuple[int, int]:
@@ -71,16 +70,9 @@ def affine(image: Tensor, matrix: Matrix) -> Tensor:
     x_share, y_share = x - left, y - top
     columns = [(left.long() + step).clamp(0, width - 1) for step in (0, 1)]
     rows = [(top.long() + step).clamp(0, height - 1) for step in (0, 1)]
-    lines = [
-        torch.lerp(*(_pixels(image, row, column) for column in columns), x_share)  # type: ignore[call-overload]
-        for row in rows
-    ]
-    values = torch.lerp(*lines, y_share)  # type: ignore[call-overload]
+    above, below = (torch.lerp(*(image[:, row, column].float() for column in columns), x_share) for row in rows)  # type: ignore[call-overload]
+    values = torch.lerp(above, below, y_share)
     return torch.where(is_inside, _to_levels(values + 1e-3), torch.zeros_like(image))
-
-
-def _pixels(image: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    return image[:, row, column].float()
 
 
 def color(image: Tensor, factor: float) -> Tensor:
@@ -116,7 +108,7 @@ def _grey(image: Tensor) -> Tensor:
     if image.shape[0] == 1:
         return image
     red, green, blue = image.int()
-    luma = red * _LUMA[0] + green * _LUMA[1] + blue * _LUMA[2]
+    luma = red * 19595 + green * 38470 + blue * 7471  # of ITU-R 601, as sixteen-bit fractions
     return ((luma + 2**15) >> 16).to(torch.uint8).unsqueeze(0)
 
 
