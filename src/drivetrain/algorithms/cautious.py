@@ -1,6 +1,6 @@
 """Cautious updates (Liang et al., 2024, arXiv 2411.16085): skip update entries that point against the current gradient."""
 
-from drivetrain.algorithms.utils.run import make_optimizer, own_optimizer, reject_begun
+from drivetrain.algorithms.utils.run import own_optimizer, set_optimizer
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_numbers
 from drivetrain.core.event import Event
@@ -21,6 +21,4 @@ class Cautious(Algorithm):
         self.eps = eps
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        inside = own_optimizer(state, str(self))
-        reject_begun(inside, str(self))
-        state.optimizers = (make_optimizer(state, "Cautious", inside, eps=self.eps),)
+        set_optimizer(state, "Cautious", own_optimizer(state, str(self), is_new=True), eps=self.eps)

@@ -36,12 +36,10 @@ def colout_batch(
     images, target = sample if is_pair else (sample, None)
     first = images[0] if isinstance(images, list) else images
     if is_pil(first):
-        width, height = first.size
-        device = torch.device("cpu")
+        (width, height), device = first.size, torch.device("cpu")
     else:
         check_images(first, "ColOut")
-        height, width = first.shape[-2:]
-        device = first.device
+        (height, width), device = first.shape[-2:], first.device
     rows = draw_subset(height, max(1, int((1 - p_row) * height)), device, generator)
     columns = draw_subset(width, max(1, int((1 - p_col) * width)), device, generator)
     images = _narrowed(images, rows, columns)
@@ -79,7 +77,6 @@ class ColOutTransform(nn.Module):
         self.p_row, self.p_col, self.resize_target = p_row, p_col, resize_target
 
     def forward(self, sample: Image) -> Image:
-        """Return the image, or the pair of image and target, without some rows and columns."""
         return colout_batch(sample, self.p_row, self.p_col, self.resize_target)
 
 
@@ -100,9 +97,8 @@ class ColOut(Algorithm):
         _check(p_row, p_col, resize_target, "ColOut")
         if resize_target is True and not batch:
             raise NotImplementedError(
-                "ColOut(resize_target=True, batch=False): single images are changed inside the dataset, without "
-                "access to their targets. Use "
-                "batch=True."
+                "ColOut(resize_target=True, batch=False): single images are changed inside the dataset, without access to their "
+                "targets. Use batch=True."
             )
         self.p_row, self.p_col, self.batch, self.resize_target = p_row, p_col, batch, resize_target
         self.input_key, self.target_key = input_key, target_key
@@ -114,12 +110,9 @@ class ColOut(Algorithm):
         if event is Event.FIT_START:
             join_dataset(state, self._transform, str(self))
             return
-        images = state.batch_get_item(self.input_key)
         target = state.batch_get_item(self.target_key) if self.resize_target is not False else None
-        generator = state.rng(type(self).__name__)
-        images, resized = colout_batch(
-            (images, target), self.p_row, self.p_col, self.resize_target, generator=generator
-        )
+        sample, generator = (state.batch_get_item(self.input_key), target), state.rng(type(self).__name__)
+        images, resized = colout_batch(sample, self.p_row, self.p_col, self.resize_target, generator=generator)
         state.batch_set_item(self.input_key, images)
         if resized is not target:
             state.batch_set_item(self.target_key, resized)

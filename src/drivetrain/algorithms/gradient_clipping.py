@@ -13,14 +13,12 @@ from torch.nn.utils import clip_grad_norm_
 
 from drivetrain.algorithms.surgery import model_of
 from drivetrain.context.state import State
-from drivetrain.core.arguments import check_choice, check_numbers
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.arguments import check_choice, check_number, check_numbers
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
 from drivetrain.module.distributed_tensors import is_dtensor, local_part
 
 ClippingType = Literal["norm", "value", "adaptive"]
-TYPES = ("norm", "value", "adaptive")
 
 
 def apply_gradient_clipping(
@@ -101,10 +99,9 @@ class GradientClipping(Algorithm):
 
 
 def _check(who: str, clipping_type: object, threshold: object, eps: object) -> None:
-    check_choice("clipping_type", clipping_type, TYPES, owner=who)
+    check_choice("clipping_type", clipping_type, ("norm", "value", "adaptive"), owner=who)
     check_numbers(who, 0, eps=eps)
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not threshold > 0:
-        raise ConfigError(f"{who}(clipping_threshold={threshold!r}): expected a number above 0.")
+    check_number("clipping_threshold", threshold, above=0, infinite=True, owner=who)
 
 
 def apply_agc(model: nn.Module, clipping_threshold: float = 0.01) -> None:

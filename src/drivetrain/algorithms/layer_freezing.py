@@ -34,7 +34,7 @@ def freeze_layers(
     """
     layers = _layers(model)
     depth, fraction = _depth(len(layers), current_duration, freeze_start, freeze_level)
-    frozen = set(_freeze(layers[:depth]))
+    frozen = _freeze(layers[:depth])
     for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers:
         for group in optimizer.param_groups:
             if "param_names" in group:
@@ -53,18 +53,16 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _depth(layers: int, elapsed: float, start: float, level: float) -> tuple[int, float]:
-    fraction = 0.0
-    if elapsed > start:
-        fraction = level * (elapsed - start) / (1 - start)
+    fraction = level * (elapsed - start) / (1 - start) if elapsed > start else 0.0
     return int(round(fraction * layers, 9)), fraction
 
 
-def _freeze(layers: list[nn.Module]) -> Iterable[nn.Parameter]:
-    for layer in layers:
-        for parameter in layer.parameters():
-            parameter.requires_grad = False
-            parameter.grad = None
-            yield parameter
+def _freeze(layers: list[nn.Module]) -> set[nn.Parameter]:
+    frozen = {parameter for layer in layers for parameter in layer.parameters()}
+    for parameter in frozen:
+        parameter.requires_grad = False
+        parameter.grad = None
+    return frozen
 
 
 class LayerFreezing(Algorithm):
@@ -92,22 +90,18 @@ class LayerFreezing(Algorithm):
             raise ConfigError(
                 "LayerFreezing cannot freeze parts of a sharded model. Train it without sharding, or freeze before."
             )
-        depth, fraction = self._frozen, self._frozen / max(1, len(layers))
+        depth = self._frozen
         if event is Event.EPOCH_END:
-            depth, fraction = _depth(
-                len(layers), elapsed_fraction(state, str(self)), self.freeze_start, self.freeze_level
-            )
+            elapsed = elapsed_fraction(state, str(self))
+            depth, fraction = _depth(len(layers), elapsed, self.freeze_start, self.freeze_level)
             logger.log_metrics({"layer_freezing/layers_frozen": depth, "layer_freezing/percentage_frozen": fraction})
-        newly = depth > self._frozen
-        list(_freeze(layers[:depth]))
-        self._frozen = max(self._frozen, depth)
-        if newly:
+        _freeze(layers[:depth])
+        if depth > self._frozen:
+            self._frozen = depth
             state.model = rewrap_ddp(state.model)
 
     def state_dict(self) -> StateDict:
-        """Return how many layers are frozen."""
         return {"frozen": self._frozen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the number back; the layers are frozen once everything is loaded."""
-        self._frozen = state["frozen"]
+        self._frozen = state["frozen"]  # the layers are frozen once everything is loaded

@@ -18,8 +18,6 @@ from drivetrain.core.plugin import Algorithm, Logger
 from drivetrain.core.types import StateDict
 from drivetrain.module.average import AveragedWeights
 
-_LARGEST_DECAY = 0.95**5
-
 
 def cubic_decay(progress: float) -> float:
     """Return the share of the slow weights that stays in an update at a point of the run.
@@ -27,7 +25,7 @@ def cubic_decay(progress: float) -> float:
     >>> round(cubic_decay(1.0), 4), cubic_decay(0.0)
     (0.7738, 0.0)
     """
-    return _LARGEST_DECAY * progress**3
+    return 0.95**5 * progress**3
 
 
 class Lookahead(Algorithm):
@@ -59,8 +57,12 @@ class Lookahead(Algorithm):
         elif event is Event.AFTER_STEP:
             self._steps += 1
             if self._steps % self.k == 0:
+                done, move = state.clock.batch, self.alpha
+                if self.schedule is not None:  # at the share of the run that lies behind once this batch is counted
+                    share = min(1.0, elapsed_fraction(state, str(self)) * (done + 1) / done) if done else 0.0
+                    move = 1 - cubic_decay(share)
                 slow = self._slow_weights(model)
-                slow.update_lerp(model, self.alpha if self.schedule is None else 1 - cubic_decay(self._progress(state)))
+                slow.update_lerp(model, move)
                 slow.copy_to(model)
         elif self.schedule is not None:
             self._slow_weights(model).copy_to(model)
@@ -76,15 +78,9 @@ class Lookahead(Algorithm):
         assert self._slow is not None
         return self._slow
 
-    def _progress(self, state: State) -> float:
-        """Return the share of the run that lies behind once the current batch is counted."""
-        done = state.clock.batch
-        return min(1.0, elapsed_fraction(state, str(self)) * (done + 1) / done) if done else 0.0
-
     def state_dict(self) -> StateDict:
-        """Return the slow weights and the number of steps."""
         return {"slow": self._restored if self._slow is None else self._slow.state_dict(), "steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore both; the slow weights are applied when the run starts."""
+        # The slow weights are applied when the run starts.
         self._slow, self._restored, self._steps = None, state["slow"], state["steps"]

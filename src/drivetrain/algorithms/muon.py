@@ -7,35 +7,25 @@ stays with AdamW. With `adjust_lr="match_rms_adamw"` both take steps of one size
 from collections.abc import Mapping
 from typing import Literal
 
-from torch.optim import Optimizer
-
 from drivetrain.algorithms.surgery import model_of
-from drivetrain.algorithms.utils.run import make_optimizer, named_groups, own_optimizer, reject_begun
+from drivetrain.algorithms.utils.run import OptimizerReplacement, set_optimizer
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_choice
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.core.plugin import Logger
 from drivetrain.core.types import Settings
 from drivetrain.module.params import MuonGroups, muon_groups
 
-_OTHERS = ("adamw",)
 _OTHER_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
-class Muon(Algorithm):
+class Muon(OptimizerReplacement):
     """Replaces the optimizer by Muon for hidden matrices and AdamW for everything else.
 
     `lr=None` takes the rates of the optimizer that is replaced, group by group. `other_kwargs` are AdamW's settings (lr, betas, eps,
     weight_decay); what is not given is taken over from the replaced optimizer where that has it.
     """
-
-    allow_multiple = False
-    events = frozenset({Event.INIT})
-    writes = ("optimizers",)
-    after = ("#surgery",)
-    tags = frozenset({"optimizer"})
-    exclusive = frozenset({"optimizer"})
 
     def __init__(
         self,
@@ -47,7 +37,7 @@ class Muon(Algorithm):
         other: str = "adamw",
         other_kwargs: Mapping[str, object] = {},  # only read
     ):
-        check_choice("other", other, _OTHERS, owner="Muon")
+        check_choice("other", other, ("adamw",), owner="Muon")
         for name in other_kwargs:
             if name not in _OTHER_SETTINGS:
                 raise ConfigError(unknown_name("setting", name, _OTHER_SETTINGS, where="Muon(other_kwargs=...)"))
@@ -61,8 +51,7 @@ class Muon(Algorithm):
         return "Muon has no model yet." if self.split is None else self.split.explain()
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        model, replaced = model_of(state, str(self)), own_optimizer(state, str(self))
-        reject_begun(replaced, str(self))
+        model, replaced = model_of(state, str(self)), self.replaced_groups(state)
         self.split = muon_groups(model)
         if not self.split.muon:
             raise ConfigError(
@@ -70,17 +59,17 @@ class Muon(Algorithm):
             )
         to_muon = {id(parameter) for _, parameter in self.split.muon}
         groups = []
-        for group in named_groups(replaced, model):
+        for group in replaced:
             for is_muon in (True, False):
                 own = [(name, p) for name, p in group["params"] if (id(p) in to_muon) is is_muon]
                 if own:
-                    groups.append({"params": own, "muon": is_muon, **self._settings(group, replaced)})
+                    groups.append({"params": own, "muon": is_muon, **self._settings(group)})
         settings = {"momentum": self.momentum, "ns_steps": self.ns_steps, "adjust_lr": self.adjust_lr}
-        state.optimizers = (make_optimizer(state, "MuonHybrid", groups, **settings),)
-        counts = {f"muon/{side}_tensors": len(getattr(self.split, side)) for side in ("muon", "other")}
-        logger.log_hyperparameters(counts)
+        set_optimizer(state, "MuonHybrid", groups, **settings)
+        sides = {"muon/muon_tensors": self.split.muon, "muon/other_tensors": self.split.other}
+        logger.log_hyperparameters({name: len(side) for name, side in sides.items()})
 
-    def _settings(self, group: Mapping[str, object], replaced: Optimizer) -> Settings:
+    def _settings(self, group: Mapping[str, object]) -> Settings:
         """Return the settings of a group of the replaced optimizer, in MuonHybrid's words."""
         lr = group["lr"] if self.lr is None else self.lr
         other = {"lr": lr, **{name: group[name] for name in _OTHER_SETTINGS[1:] if name in group}, **self.other_kwargs}

@@ -1,7 +1,8 @@
 """Progressive resizing (fast.ai DAWNBench, 2018; Touvron et al., 2019, arXiv 1906.06423): small images first, full size at the end."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
@@ -11,14 +12,13 @@ from drivetrain.algorithms.utils.parts import Generator, check_images, draw_inte
 from drivetrain.algorithms.utils.run import elapsed_fraction
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
-from drivetrain.core.arguments import check_choice, check_counts, check_fractions
+from drivetrain.core.arguments import check_choice, check_counts, check_fractions, check_number
 from drivetrain.core.errors import ConfigError, ConfigTypeError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
 from drivetrain.core.types import Batch, StateDict
 
 Mode = Literal["resize", "crop"]
-MODES = ("resize", "crop")
 
 
 def resize_batch(
@@ -34,9 +34,8 @@ def resize_batch(
 
     "resize" takes the nearest pixels, "crop" one random window for the whole batch. A factor of 1 or more changes nothing.
     """
-    check_choice("mode", mode, MODES, owner="resize_batch")
-    if not scale_factor > 0:
-        raise ConfigError(f"resize_batch(scale_factor={scale_factor!r}): expected a number above 0.")
+    check_choice("mode", mode, ("resize", "crop"), owner="resize_batch")
+    check_number("scale_factor", scale_factor, above=0, owner="resize_batch")
     if scale_factor >= 1:
         return input, target
     first = first_tensor(input, "resize_batch")
@@ -44,14 +43,12 @@ def resize_batch(
     if resize_targets:
         map_tensors(_check_target, target)
     if mode == "resize":
-        small = map_tensors(lambda x: _resized(x, scale_factor), input)
-        return small, map_tensors(lambda y: _resized(y, scale_factor), target) if resize_targets else target
-    height, width = first.shape[-2:]
-    place = tuple(draw_integer(0, side - _smaller(side, scale_factor) + 1, generator) for side in (height, width))
-    window = map_tensors(lambda x: _cropped(x, scale_factor, place, (height, width)), input)
-    if resize_targets:
-        target = map_tensors(lambda y: _cropped(y, scale_factor, place, (height, width)), target)
-    return window, target
+        change = partial(_resized, scale=scale_factor)
+    else:
+        sides = first.shape[-2:]
+        place = tuple(draw_integer(0, side - _smaller(side, scale_factor) + 1, generator) for side in sides)
+        change = partial(_cropped, scale=scale_factor, place=place, image=sides)
+    return map_tensors(change, input), map_tensors(change, target) if resize_targets else target
 
 
 def _smaller(side: int, scale: float) -> int:
@@ -77,7 +74,7 @@ def _resized(x: Tensor, scale: float) -> Tensor:
     return small.to(x.dtype).squeeze(1) if x.ndim == 3 else small.to(x.dtype)
 
 
-def _cropped(x: Tensor, scale: float, place: tuple[int, ...], image: tuple[int, int]) -> Tensor:
+def _cropped(x: Tensor, scale: float, place: tuple[int, ...], image: Sequence[int]) -> Tensor:
     """Return the window at `place`, which is given in pixels of the images."""
     height, width = x.shape[-2:]
     top, left = int(height / image[0] * place[0]), int(width / image[1] * place[1])
@@ -108,7 +105,7 @@ class ProgressiveResizing(Algorithm):
         target_key: BatchKey = 1,
     ):
         who = "ProgressiveResizing"
-        check_choice("mode", mode, MODES, owner=who)
+        check_choice("mode", mode, ("resize", "crop"), owner=who)
         check_fractions(
             who, initial_scale=initial_scale, finetune_fraction=finetune_fraction, delay_fraction=delay_fraction
         )
@@ -119,12 +116,8 @@ class ProgressiveResizing(Algorithm):
                 "run. Expected a sum of at most 1."
             )
         self.mode: Mode = mode
-        self.initial_scale, self.finetune_fraction, self.delay_fraction = (
-            initial_scale,
-            finetune_fraction,
-            delay_fraction,
-        )
-        self.size_increment, self.resize_targets = size_increment, resize_targets
+        self.initial_scale, self.size_increment, self.resize_targets = initial_scale, size_increment, resize_targets
+        self.finetune_fraction, self.delay_fraction = finetune_fraction, delay_fraction
         self.input_key, self.target_key = input_key, target_key
         self._logged: tuple[int, int] | None = None
 
@@ -168,9 +161,7 @@ class ProgressiveResizing(Algorithm):
             logger.log_metrics({f"progressive_resizing/{name}": value for name, value in sizes.items()})
 
     def state_dict(self) -> StateDict:
-        """Return the size that was logged last."""
         return {"logged": self._logged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back the size that was logged last."""
         self._logged = None if state["logged"] is None else tuple(state["logged"])

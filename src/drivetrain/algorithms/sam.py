@@ -4,7 +4,7 @@ Each such step costs a second forward and backward pass, on the same batches and
 repeats them when the optimizer asks.
 """
 
-from drivetrain.algorithms.utils.run import make_optimizer, own_optimizer
+from drivetrain.algorithms.utils.run import own_optimizer, set_optimizer
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_counts, check_numbers
 from drivetrain.core.event import Event
@@ -33,5 +33,4 @@ class SAM(Algorithm):
         inside = own_optimizer(state, str(self))
         if getattr(inside, "needs_closure", False):
             return  # a second train() of the same trainer
-        settings = {"rho": self.rho, "epsilon": self.epsilon, "interval": self.interval}
-        state.optimizers = (make_optimizer(state, "SAM", inside, **settings),)
+        set_optimizer(state, "SAM", inside, rho=self.rho, epsilon=self.epsilon, interval=self.interval)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from drivetrain.algorithms.surgery import model_of
 from drivetrain.algorithms.utils.passes import copy_statistics, measure_batch_norms, put_statistics
-from drivetrain.algorithms.utils.run import make_optimizer, named_groups, own_optimizer, reject_begun
+from drivetrain.algorithms.utils.run import OptimizerReplacement, own_optimizer, set_optimizer
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_choice, check_counts
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.core.plugin import Logger
 from drivetrain.core.time import Time, TimeUnit, ensure_time
 from drivetrain.core.types import Settings
 from drivetrain.module.wrapping import unwrap
@@ -26,19 +26,16 @@ _STARTS = frozenset({Event.EVAL_START, Event.PREDICT_START})
 _ENDS = frozenset({Event.EVAL_END, Event.PREDICT_END})
 
 
-class ScheduleFree(Algorithm):
+class ScheduleFree(OptimizerReplacement):
     """Replaces the optimizer by a schedule-free one and evaluates with its averaged weights.
 
     `lr=None` takes over the rates of the replaced optimizer. `warmup` is in batches or optimizer steps and counts updates. Before an
     evaluation, batch norms are measured on `bn_batches` batches of training data, and restored afterwards.
     """
 
-    allow_multiple = False
     events = frozenset({Event.INIT, Event.FIT_START, Event.FIT_END}) | _STARTS | _ENDS
     writes = ("optimizers", "model")
-    after = ("#surgery",)
     tags = frozenset({"optimizer", "average"})
-    exclusive = frozenset({"optimizer"})
     conflicts = {
         "EMA": "schedule-free training averages the weights itself. Remove EMA",
         "SWA": "schedule-free training averages the weights itself. Remove SWA",
@@ -70,34 +67,30 @@ class ScheduleFree(Algorithm):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.INIT:
             self._replace(state)
-        elif event is Event.FIT_START:
+            return
+        optimizer: Any = own_optimizer(state, str(self))
+        if event is Event.FIT_START:
             self._check_scheduler(state)
-            self._optimizer(state).train()
+            optimizer.train()
         elif event is Event.FIT_END:
-            self._optimizer(state).eval()
+            optimizer.eval()
             self._measure(state)
         elif event in _STARTS:
             self._statistics = copy_statistics(unwrap(model_of(state, str(self))))
-            if self._optimizer(state).param_groups[0]["k"]:
+            if optimizer.param_groups[0]["k"]:
                 self._measure(state)
         else:
             put_statistics(self._statistics)
             self._statistics = []
 
     def _replace(self, state: State) -> None:
-        replaced = own_optimizer(state, str(self))
-        reject_begun(replaced, str(self))
         groups = [
             {"params": group["params"], "lr": group["lr"] if self.lr is None else self.lr}
-            for group in named_groups(replaced, model_of(state, str(self)))
+            for group in self.replaced_groups(state)
         ]
         settings: Settings = {"betas": (self.beta, self.beta2)} if self.kind == "adamw" else {"momentum": self.beta}
         settings |= {"weight_decay": self.weight_decay, "warmup_steps": int(self.warmup.value)}
-        settings |= {"r": self.r, "weight_lr_power": self.weight_lr_power}
-        state.optimizers = (make_optimizer(state, _KINDS[self.kind], groups, **settings),)
-
-    def _optimizer(self, state: State) -> Any:
-        return own_optimizer(state, str(self))
+        set_optimizer(state, _KINDS[self.kind], groups, r=self.r, weight_lr_power=self.weight_lr_power, **settings)
 
     def _measure(self, state: State) -> None:
         if self.bn_batches:

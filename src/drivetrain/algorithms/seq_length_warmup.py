@@ -133,14 +133,9 @@ class SeqLengthWarmup(Algorithm):
         self._has_reserved = False
         self._logged: tuple[int, int] | None = None
 
-    @property
-    def _num_steps(self) -> int:
-        return max(1, (self.max_seq_length - self.min_seq_length) // self.step_size)
-
     def count_shapes(self) -> int:
         """Return how many lengths the run goes through, which is how often a compiled model is compiled."""
-        span = self.max_seq_length - self.min_seq_length
-        return -(-span // self.step_size) + 1
+        return -(-(self.max_seq_length - self.min_seq_length) // self.step_size) + 1
 
     def length_at(self, state: State) -> int:
         """Return the sequence length of the present batch."""
@@ -148,17 +143,16 @@ class SeqLengthWarmup(Algorithm):
         return min(max(length, self.min_seq_length), self.max_seq_length)
 
     def _steps_done(self, state: State) -> int:
-        total = num_batches(state)
-        if total is None and state.max_duration is not None and state.max_duration.unit is TimeUnit.EPOCH:
+        total, num_steps = num_batches(state), max(1, (self.max_seq_length - self.min_seq_length) // self.step_size)
+        if total is not None:
+            return state.clock.batch // max(1, int(total * self.duration) // num_steps)
+        if state.max_duration is not None and state.max_duration.unit is TimeUnit.EPOCH:
             raise ConfigError(
                 "SeqLengthWarmup: the run is measured in epochs, and the loader has no length. "
                 "Give max_duration in batches ('10000ba')."
             )
-        if total is not None:
-            every = max(1, int(total * self.duration) // self._num_steps)
-            return state.clock.batch // every
         elapsed = elapsed_fraction(state, str(self))
-        return int(elapsed / self.duration * self._num_steps) if elapsed < self.duration else self._num_steps + 1
+        return int(elapsed / self.duration * num_steps) if elapsed < self.duration else num_steps + 1
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.INIT:
@@ -189,9 +183,7 @@ class SeqLengthWarmup(Algorithm):
         return batch_set(copy.copy(batch), self.input_key, batch_get(short, 0) if is_single else short)
 
     def state_dict(self) -> StateDict:
-        """Return what was logged last."""
         return {"logged": self._logged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what was logged last."""
         self._logged = None if state["logged"] is None else tuple(state["logged"])

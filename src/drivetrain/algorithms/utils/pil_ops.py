@@ -2,12 +2,9 @@
 
 from PIL import ImageEnhance
 from PIL.Image import Image, Resampling, Transform
-from PIL.ImageOps import autocontrast, equalize, posterize, solarize
+from PIL.ImageOps import autocontrast, equalize, posterize, solarize  # noqa: F401 (operations as they are)
 
 from drivetrain.algorithms.utils.tensor_ops import Matrix
-
-__all__ = ["affine", "autocontrast", "brightness", "color", "contrast", "equalize", "posterize"]
-__all__ += ["rotate", "sharpness", "size", "solarize"]
 
 
 def size(image: Image) -> tuple[int, int]:

@@ -3,11 +3,13 @@
 Algorithms do not import optimizers; the Trainer installs `state.make_optimizer(name, groups, **settings)` for them.
 """
 
-from torch import nn
 from torch.optim import Optimizer
 
+from drivetrain.algorithms.surgery import model_of
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import Algorithm
 from drivetrain.core.time import Time, TimeUnit
 from drivetrain.core.types import Settings
 from drivetrain.module.params import named_trainable
@@ -54,42 +56,51 @@ def num_batches(state: State) -> int | None:
     return None
 
 
-def own_optimizer(state: State, who: str) -> Optimizer:
-    """Return the only torch optimizer of the run, or raise an error that names what there is."""
+def own_optimizer(state: State, who: str, *, is_new: bool = False) -> Optimizer:
+    """Return the only torch optimizer of the run, or raise an error that names what there is.
+
+    With `is_new`, one that has taken steps is an error: replacing it would silently lose what it has learnt.
+    """
     optimizers = state.optimizers
-    if len(optimizers) == 1 and isinstance(optimizers[0], Optimizer):
-        return optimizers[0]
-    given = ", ".join(type(one).__name__ for one in optimizers) or "none"
-    raise ConfigError(
-        f"{who} works with a single torch optimizer; this run has {given}. Give the Trainer one optimizer, such as "
-        "torch.optim.AdamW(model.parameters())."
-    )
+    if len(optimizers) != 1 or not isinstance(optimizers[0], Optimizer):
+        given = ", ".join(type(one).__name__ for one in optimizers) or "none"
+        raise ConfigError(
+            f"{who} works with a single torch optimizer; this run has {given}. Give the Trainer one optimizer, such as "
+            "torch.optim.AdamW(model.parameters())."
+        )
+    if is_new and optimizers[0].state:
+        raise ConfigError(
+            f"{who} replaces the {type(optimizers[0]).__name__}, which has already taken steps. Give the Trainer a new one."
+        )
+    return optimizers[0]
 
 
-def make_optimizer(state: State, name: str, groups: object, **settings: object) -> Optimizer:
-    """Return a new optimizer of that name from the factory that the Trainer installed."""
+def set_optimizer(state: State, name: str, groups: object, **settings: object) -> None:
+    """Give the run a new optimizer of that name, from the factory that the Trainer installed."""
     if state.make_optimizer is None:
         raise ConfigError(
             f"there is no factory for the optimizer {name!r}: state.make_optimizer is set by the Trainer."
         )
-    return state.make_optimizer(name, groups, **settings)
+    state.optimizers = (state.make_optimizer(name, groups, **settings),)
 
 
-def named_groups(optimizer: Optimizer, model: nn.Module) -> list[Settings]:
-    """Return the groups of an optimizer with the names of their parameters, and their other settings."""
-    names = {id(parameter): name for name, parameter in named_trainable(model)}
-    groups = []
-    for group in optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        members = [(names[id(p)], p) for p in group["params"] if id(p) in names]
-        if members:
-            groups.append({"params": members, **settings})
-    return groups
+class OptimizerReplacement(Algorithm):
+    """An algorithm that replaces the optimizer, at INIT and after all surgery; a run has only one of them."""
 
+    allow_multiple = False
+    events = frozenset({Event.INIT})
+    writes: tuple[str, ...] = ("optimizers",)
+    after = ("#surgery",)
+    tags = frozenset({"optimizer"})
+    exclusive = frozenset({"optimizer"})
 
-def reject_begun(optimizer: Optimizer, who: str) -> None:
-    """Reject replacing an optimizer that has taken steps: what it has learnt would be lost silently."""
-    if optimizer.state:
-        raise ConfigError(
-            f"{who} replaces the {type(optimizer).__name__}, which has already taken steps. Give the Trainer a new one."
-        )
+    def replaced_groups(self, state: State) -> list[Settings]:
+        """Return the groups of the optimizer to replace with the names of their parameters, and their other settings."""
+        names = {id(parameter): name for name, parameter in named_trainable(model_of(state, str(self)))}
+        groups = []
+        for group in own_optimizer(state, str(self), is_new=True).param_groups:
+            settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            members = [(names[id(p)], p) for p in group["params"] if id(p) in names]
+            if members:
+                groups.append({"params": members, **settings})
+        return groups
