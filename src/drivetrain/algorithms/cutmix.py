@@ -125,5 +125,5 @@ class CutMix(PairMixing):
 
     def mix_targets(self, logits: object, targets: object) -> Batch:
         if isinstance(targets, Tensor) and targets.ndim > 2 and targets.shape[-2:] == self._image_size:
-            return paste(targets, take_rows(targets, self._rows), self._bbox)
+            return paste(targets, take_rows(targets, self._index), self._bbox)
         return super().mix_targets(logits, targets)

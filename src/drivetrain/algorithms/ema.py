@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from drivetrain.algorithms.surgery import model_of
 from drivetrain.algorithms.utils.run import has_come
 from drivetrain.context.state import State
-from drivetrain.core.arguments import check_fractions
+from drivetrain.core.arguments import check_fraction, check_fractions
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -22,7 +22,6 @@ from drivetrain.core.types import StateDict
 from drivetrain.module.average import AveragedWeights
 from drivetrain.module.wrapping import clean_state_dict, load_clean_state_dict, unwrap
 
-_UNITS = (TimeUnit.BATCH, TimeUnit.STEP, TimeUnit.EPOCH)
 _STARTS = frozenset({Event.EVAL_START, Event.PREDICT_START})
 _ENDS = frozenset({Event.EVAL_END, Event.PREDICT_END})
 
@@ -44,17 +43,14 @@ def compute_ema(model: nn.Module, ema_model: nn.Module | AveragedWeights, smooth
         return
     averages: list[Tensor] = []
     values: list[Tensor] = []
-    buffers = dict(ema_model.named_buffers())
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    own = dict(ema_model.named_parameters())
-    for average, value in [(own[name], p) for name, p in trained.items()] + [
-        (buffers[name], buffer) for name, buffer in model.named_buffers()
-    ]:
+    own = {**dict(ema_model.named_parameters()), **dict(ema_model.named_buffers())}
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for name, value in [*trained, *model.named_buffers()]:
         if value.is_floating_point():
-            averages.append(average)
-            values.append(value.detach().to(average))
+            averages.append(own[name])
+            values.append(value.detach().to(own[name]))
         else:
-            average.copy_(value)
+            own[name].copy_(value)
     if averages:
         torch._foreach_lerp_(averages, values, 1 - smoothing)
 
@@ -92,13 +88,11 @@ class EMA(Algorithm):
         self.half_life = None if half_life is None else _counted("half_life", half_life)
         self.ema_start = ensure_time(ema_start, TimeUnit.BATCH)
         unit = TimeUnit.BATCH if self.half_life is None else self.half_life.unit
-        self.update_interval = (
-            Time(1, unit) if update_interval is None else _counted("update_interval", update_interval)
+        self.update_interval = _counted(
+            "update_interval", Time(1, unit) if update_interval is None else update_interval
         )
         if self.half_life is None:
-            assert smoothing is not None
-            check_fractions("EMA", smoothing=smoothing)
-            self.smoothing = float(smoothing)
+            self.smoothing = check_fraction("smoothing", smoothing, owner="EMA")
         else:
             if self.half_life.unit is not self.update_interval.unit:
                 raise ConfigError(
@@ -185,19 +179,17 @@ class EMA(Algorithm):
             self._average.swap(model_of(state, str(self)))
 
     def state_dict(self) -> StateDict:
-        """Return the average and when it was last updated."""
         average = self._restored if self._average is None else self._average.state_dict()
         return {"average": average, "done_at": self._done_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore both; the average is applied when the model is known."""
         self._average, self._restored, self._done_at = None, state["average"], state["done_at"]
         self._every.count_from(self._done_at)
 
 
 def _counted(name: str, value: str | Time) -> Time:
     time = ensure_time(value, TimeUnit.BATCH)
-    if time.unit not in _UNITS or not time.value > 0:
+    if time.unit not in (TimeUnit.BATCH, TimeUnit.STEP, TimeUnit.EPOCH) or not time.value > 0:
         raise ConfigError(
             f"EMA({name}={str(time)!r}): expected batches, optimizer steps or epochs, such as '100ba', '100st' or '1ep'."
         )

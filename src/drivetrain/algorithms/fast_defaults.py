@@ -52,8 +52,7 @@ class FastDefaults(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.FIT_END:
-            self._restore()
-            return
+            return self.close(state, logger)
         self.changes = []
         if not torch.are_deterministic_algorithms_enabled():
             self._set_process()
@@ -67,6 +66,7 @@ class FastDefaults(Algorithm):
         if self.fused_loss:
             self._fuse_loss(state, model)
         logger.log_hyperparameters({"fast_defaults/changes": "; ".join(self.changes) or "none"})
+        return None
 
     def _set_process(self) -> None:
         precision, benchmark = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
@@ -92,14 +92,11 @@ class FastDefaults(Algorithm):
         head.forward = _PassThrough(head)  # type: ignore[assignment]
         self.changes.append("cross-entropy fused with the last linear layer")
 
-    def _restore(self) -> None:
+    def close(self, state: State, logger: Logger) -> None:
+        """Restore the process, also when a run broke off."""
         for undo in reversed(self._undo):
             undo()
         self._undo = []
-
-    def close(self, state: State, logger: Logger) -> None:
-        """Restore the process when a run broke off."""
-        self._restore()
 
 
 class FusedCrossEntropy(nn.Module):
@@ -120,15 +117,9 @@ class FusedCrossEntropy(nn.Module):
                 "Flatten before the last layer."
             )
         return nn.functional.linear_cross_entropy(
-            inputs,
-            head.weight,
-            target,
-            linear_bias=head.bias,
-            weight=loss.weight,
-            reduction=loss.reduction,
-            ignore_index=loss.ignore_index,
-            options=nn.LinearCrossEntropyOptions(),
-        )
+            inputs, head.weight, target, linear_bias=head.bias, weight=loss.weight, reduction=loss.reduction,
+            ignore_index=loss.ignore_index, options=nn.LinearCrossEntropyOptions(),
+        )  # fmt: skip
 
 
 class _PassThrough:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from drivetrain.algorithms.surgery import Optimizers, model_of, torch_optimizers, warn_no_effect
+from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, model_of, torch_optimizers, warn_no_effect
 from drivetrain.context.state import State
 from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.core.plugin import Logger
 from drivetrain.module.fp8 import Recipe, check_fp8, convert_linears_to_fp8, supports_fp8
 
 
@@ -34,22 +34,14 @@ def apply_fp8_linear(
         )
 
 
-class FP8Linear(Algorithm):
+class FP8Linear(ModelSurgery):
     """Lets the wide linear layers of the model multiply in 8 bits; compile the model too, or the scaling costs what is gained."""
 
-    allow_multiple = False
-    events = frozenset({Event.INIT})
-    writes = ("model", "optimizers")
     after = ("GatedLinearUnits",)
-    tags = frozenset({"surgery"})
 
     def __init__(self, recipe: Recipe = "tensorwise", min_features: int = 2048, skip: Sequence[str] = ("head",)):
         check_fp8("FP8Linear", recipe, min_features)
         self.recipe, self.min_features, self.skip = recipe, min_features, tuple(skip)
-
-    @staticmethod
-    def required_on_load() -> bool:
-        return True
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         model = model_of(state, str(self))

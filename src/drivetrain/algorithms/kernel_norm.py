@@ -61,15 +61,9 @@ class KernelNorm(Algorithm):
             normalise_kernels(self._seen[1])
 
     def _kernels(self, model: nn.Module) -> list[Tensor]:
-        named = (
-            set()
-            if self.layers is None
-            else {id(p) for p in select_parameters(model, self.layers, where="KernelNorm(layers=...)").values()}
-        )
-        return [
-            module.weight
-            for module in model.modules()
-            if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-            and module.weight.requires_grad
-            and (self.layers is None or id(module.weight) in named)
-        ]
+        convolutions = [m for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+        kernels: list[Tensor] = [module.weight for module in convolutions if module.weight.requires_grad]
+        if self.layers is None:
+            return kernels
+        named = {id(p) for p in select_parameters(model, self.layers, where="KernelNorm(layers=...)").values()}
+        return [kernel for kernel in kernels if id(kernel) in named]

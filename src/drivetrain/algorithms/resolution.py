@@ -81,19 +81,16 @@ class Resolution(Algorithm):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         images = state.batch_get_item(self.input_key)
         if event is Event.EVAL_BATCH_START:
-            changed = map_tensors(self._centre, images)
-        else:
-            size, generator = self.size_at(state), state.rng(type(self).__name__)
+            state.batch_set_item(self.input_key, map_tensors(self._centre, images))
+            return
+        size, generator = self.size_at(state), state.rng(type(self).__name__)
 
-            def window(x: Tensor) -> Tensor:
-                small = resize_shorter_side(x, size)
-                places = [
-                    draw_integer(0, side - size + 1, generator) if side > size else 0 for side in small.shape[-2:]
-                ]
-                return crop(small, size, *places)
+        def window(x: Tensor) -> Tensor:
+            small = resize_shorter_side(x, size)
+            spare = [side - size for side in small.shape[-2:]]
+            return crop(small, size, *(draw_integer(0, rest + 1, generator) if rest > 0 else 0 for rest in spare))
 
-            changed = map_tensors(window, images)
-        state.batch_set_item(self.input_key, changed)
+        state.batch_set_item(self.input_key, map_tensors(window, images))
 
     def _centre(self, x: Tensor) -> Tensor:
         whole = resize_shorter_side(x, self.eval_resize)

@@ -3,7 +3,8 @@
 import warnings
 
 from drivetrain.context.state import State
-from drivetrain.core.errors import ConfigError, DrivetrainDeprecationWarning
+from drivetrain.core.arguments import check_number
+from drivetrain.core.errors import DrivetrainDeprecationWarning
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
 
@@ -16,11 +17,8 @@ class ScaleSchedule(Algorithm):
     writes = ("timestamp", "schedulers")
 
     def __init__(self, ratio: float):
-        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not ratio > 0:
-            raise ConfigError(
-                f"ScaleSchedule(ratio={ratio!r}): expected a number above 0, such as 0.5 for half the run."
-            )
-        self.ratio = float(ratio)
+        hint = ", such as 0.5 for half the run"
+        self.ratio = check_number("ratio", ratio, above=0, owner="ScaleSchedule", hint=hint)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         state.scale_schedule_ratio = self.ratio  # type: ignore[attr-defined]  # not a field of every state

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, inside, warn_no_effect
-from drivetrain.core.arguments import check_counts
+from drivetrain.core.arguments import check_counts, check_number
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.surgery import replace_module_classes
 
@@ -79,8 +79,7 @@ def apply_squeeze_excite(
 
 def check_latent(who: str, latent_channels: float) -> None:
     """Reject a hidden width that is not a positive number."""
-    if isinstance(latent_channels, bool) or not isinstance(latent_channels, int | float) or not latent_channels > 0:
-        raise ConfigError(f"{who}(latent_channels={latent_channels!r}): expected a count, or a fraction below 1.")
+    check_number("latent_channels", latent_channels, above=0, owner=who, hint=", a count, or a fraction below 1")
 
 
 class SqueezeExcite(ModelSurgery):

@@ -16,15 +16,13 @@ from drivetrain.algorithms.surgery import model_of, torch_optimizers, warn_no_ef
 from drivetrain.algorithms.utils.passes import measure_batch_norms
 from drivetrain.algorithms.utils.run import has_come, num_batches
 from drivetrain.context.state import State
-from drivetrain.core.arguments import check_choice, check_counts
+from drivetrain.core.arguments import check_choice, check_counts, check_number
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
 from drivetrain.core.time import Time, TimeUnit, ensure_time
 from drivetrain.core.types import StateDict
 from drivetrain.module.average import AveragedWeights
-
-_STRATEGIES = ("linear", "cos")
 
 
 def annealed_rate(start: float, end: float, share: float, strategy: str) -> float:
@@ -65,10 +63,10 @@ class SWA(Algorithm):
         self.swa_start, self.swa_end = ensure_time(swa_start, TimeUnit.EPOCH), ensure_time(swa_end, TimeUnit.EPOCH)
         self.update_interval = ensure_time(update_interval, TimeUnit.EPOCH)
         self._check_times()
-        check_choice("anneal_strategy", anneal_strategy, _STRATEGIES, owner="SWA")
+        check_choice("anneal_strategy", anneal_strategy, ("linear", "cos"), owner="SWA")
         check_counts("SWA", 1, anneal_steps=anneal_steps)
-        if swa_lr is not None and not swa_lr >= 0:
-            raise ConfigError(f"SWA(swa_lr={swa_lr!r}): expected a learning rate of at least 0.")
+        if swa_lr is not None:
+            check_number("swa_lr", swa_lr, at_least=0, owner="SWA", hint=", a learning rate")
         self.schedule_swa_lr, self.anneal_strategy = schedule_swa_lr, anneal_strategy
         self.anneal_steps, self.swa_lr = anneal_steps, swa_lr
         self._update_event = Event.EPOCH_END if self.update_interval.unit is TimeUnit.EPOCH else Event.BATCH_END
@@ -105,7 +103,8 @@ class SWA(Algorithm):
         self._state = state
         if event is Event.INIT:
             return
-        self._restore_average(model)
+        if self._restored is not None:  # a loaded mean, now that the model is there
+            self._average, self._restored = AveragedWeights(model, self._restored), None
         if event is Event.FIT_START:
             self._warn_if_too_short(state)
         elif event is Event.FIT_END:
@@ -165,7 +164,7 @@ class SWA(Algorithm):
         groups = [group for optimizer in torch_optimizers(state) for group in optimizer.param_groups]
         if self._first_rates is None:
             self._first_rates = [float(group["lr"]) for group in groups]
-            self._rest_schedulers(state)
+            pause_schedulers(state)
         share = min(1.0, self._average.num_updates / self.anneal_steps)
         for group, first in zip(groups, self._first_rates):
             rate = annealed_rate(first, first if self.swa_lr is None else self.swa_lr, share, self.anneal_strategy)
@@ -174,16 +173,7 @@ class SWA(Algorithm):
             else:
                 group["lr"] = rate
 
-    def _rest_schedulers(self, state: State) -> None:
-        state.schedulers = tuple(_Resting(one) for one in state.schedulers)
-
-    def _restore_average(self, model: nn.Module) -> None:
-        """Put a loaded mean in place, now that the model is there."""
-        if self._restored is not None:
-            self._average, self._restored = AveragedWeights(model, self._restored), None
-
     def state_dict(self) -> StateDict:
-        """Return the mean and how far it has come."""
         return {
             "average": self._restored if self._average is None else self._average.state_dict(),
             "first_at": self._first_at,
@@ -192,18 +182,22 @@ class SWA(Algorithm):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore it; the mean is applied when the model is known, and a paused scheduler stays paused."""
         self._average, self._restored, self._first_at = None, state["average"], state["first_at"]
         self.swa_completed, self._first_rates = state["completed"], state["first_rates"]
         if self._first_rates is not None and self._state is not None:
-            self._rest_schedulers(self._state)
+            pause_schedulers(self._state)  # a paused scheduler stays paused
+
+
+def pause_schedulers(state: State) -> None:
+    """Let the schedulers of a run change no more rates; they are saved and restored as before."""
+    state.schedulers = tuple(one if isinstance(one, _Resting) else _Resting(one) for one in state.schedulers)
 
 
 class _Resting:
     """A scheduler that no longer changes the rates, but is saved and restored as before."""
 
     def __init__(self, scheduler: object):
-        self.scheduler: Any = scheduler.scheduler if isinstance(scheduler, _Resting) else scheduler
+        self.scheduler: Any = scheduler
 
     @property
     def optimizer(self) -> Optimizer:

@@ -5,6 +5,7 @@ count, in the weighting of Jordan's airbench (2024, arXiv 2404.00498): the two u
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,9 +28,7 @@ def flip_views(x: Tensor, shift: int = 0) -> Iterator[tuple[float, Tensor]]:
     """
     check_images(x, "flip_views")
     check_counts("flip_views", 0, shift=shift)
-    sides = [(0.5 if shift == 0 else 0.25, x)]
-    if shift:
-        sides += [(0.125, _moved(x, by)) for by in (-shift, shift)]
+    sides = [(0.25, x), (0.125, _moved(x, -shift)), (0.125, _moved(x, shift))] if shift else [(0.5, x)]
     for weight, side in sides:
         yield weight, side
         yield weight, side.flip(-1)
@@ -77,7 +76,9 @@ class TestTimeFlip(Algorithm):
                     state.batch = view
                 else:
                     state.batch_set_item(self.input_key, view)
-                total = map_tensors(_weighted_sum(weight), total, self._outputs(state))
+                with torch.no_grad(), autocast_of(state):  # the size stays, so nothing is compiled again
+                    outputs = call_model(state, state.batch)
+                total = map_tensors(partial(_add, weight), total, outputs)
         finally:
             if is_bare:
                 state.batch = batch
@@ -85,11 +86,6 @@ class TestTimeFlip(Algorithm):
                 state.batch_set_item(self.input_key, images)
         state.outputs = total
 
-    def _outputs(self, state: State) -> object:
-        """Return the model's outputs for the batch as it is, of the same size as before, so that nothing is compiled again."""
-        with torch.no_grad(), autocast_of(state):
-            return call_model(state, state.batch)
 
-
-def _weighted_sum(weight: float) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda total, output: total.add(_wide(output), alpha=weight)
+def _add(weight: float, total: Tensor, output: Tensor) -> Tensor:
+    return total.add(_wide(output), alpha=weight)

@@ -7,7 +7,7 @@ after all surgery, so that what is compiled is what will run.
 import warnings
 from typing import Literal
 
-from torch import nn
+import torch
 
 from drivetrain.algorithms.surgery import model_of
 from drivetrain.context.state import State
@@ -20,7 +20,7 @@ from drivetrain.module.compilation import Scope, compile_module, set_recompile_l
 from drivetrain.module.wrapping import wrapping_of
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-_SIZES_WORTH_COMPILING = 8
+_SCOPES: dict[object, Scope] = {"auto": "auto", True: "block", False: "model"}
 
 
 class TorchCompile(Algorithm):
@@ -48,48 +48,25 @@ class TorchCompile(Algorithm):
         check_choice("mode", mode, _MODES, owner="TorchCompile")
         if regional not in ("auto", True, False):
             raise ConfigError(f"TorchCompile(regional={regional!r}): expected 'auto', True or False.")
-        self.mode, self.regional, self.dynamic, self.fullgraph, self.backend = (
-            mode,
-            regional,
-            dynamic,
-            fullgraph,
-            backend,
-        )
+        self.mode, self.regional, self.dynamic = mode, regional, dynamic
+        self.fullgraph, self.backend = fullgraph, backend
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         model = model_of(state, str(self))
-        if _is_compiled(model):
+        if any(wrapping_of(module) in ("module.compile()", "OptimizedModule") for module in model.modules()):
             return  # a second train() of the same trainer
-        sizes = _count_shapes(state)
-        if sizes > _SIZES_WORTH_COMPILING and not self.dynamic:
+        counts = [getattr(algorithm, "count_shapes", None) for algorithm in state.algorithms]
+        sizes = sum(count() for count in counts if callable(count))
+        if sizes > 8 and not self.dynamic:
             warnings.warn(
                 f"TorchCompile: other algorithms will call the model with about {sizes} input sizes, and each is compiled. Use larger "
                 "steps between sizes, or dynamic=True.",
                 DrivetrainWarning,
                 stacklevel=2,
             )
-        scopes: dict[object, Scope] = {"auto": "auto", True: "block", False: "model"}
         settings: Settings = {"dynamic": self.dynamic, "fullgraph": self.fullgraph, "backend": self.backend}
         if self.mode != "default":
             settings["mode"] = self.mode
-        compile_module(model, scopes[self.regional], **settings)
-        if sizes:
-            _make_room(sizes)
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return any(wrapping_of(module) in ("module.compile()", "OptimizedModule") for module in model.modules())
-
-
-def _count_shapes(state: State) -> int:
-    """Return how many input shapes the other algorithms of the run announce."""
-    counts = [getattr(algorithm, "count_shapes", None) for algorithm in state.algorithms]
-    return sum(count() for count in counts if callable(count))
-
-
-def _make_room(sizes: int) -> None:
-    """Allow each size in training and in evaluation."""
-    import torch._dynamo
-
-    if torch._dynamo.config.recompile_limit < 2 * sizes:
-        set_recompile_limit(2 * sizes)
+        compile_module(model, _SCOPES[self.regional], **settings)
+        if sizes and torch._dynamo.config.recompile_limit < 2 * sizes:  # each size in training and in evaluation
+            set_recompile_limit(2 * sizes)

@@ -48,23 +48,15 @@ def loss_with_targets(state: State, target_key: BatchKey, targets: object) -> Te
     state.batch_set_item(target_key, targets)
     try:
         with autocast_of(state):
-            return _total(_loss(state, targets))
+            if state.loss_fn is None:
+                loss = own_loss(state)
+                assert loss is not None  # asked for by check_loss_is_outside
+                return _total(loss(state.outputs, state.batch))
+            # Of a mapping's batch the loss function receives the logits, where the outputs have some.
+            logits = _named_logits(state.outputs) if isinstance(state.batch, Mapping) else None
+            return _total(state.loss_fn(state.outputs if logits is None else logits, targets))
     finally:
         state.batch_set_item(target_key, own)
-
-
-def _loss(state: State, targets: object) -> object:
-    if state.loss_fn is not None:
-        return state.loss_fn(_predictions(state), targets)
-    loss = own_loss(state)
-    assert loss is not None  # asked for by check_loss_is_outside
-    return loss(state.outputs, state.batch)
-
-
-def _predictions(state: State) -> object:
-    """Return what the loss function receives: of a mapping's batch the logits, where the outputs have some."""
-    logits = _named_logits(state.outputs) if isinstance(state.batch, Mapping) else None
-    return state.outputs if logits is None else logits
 
 
 def _total(loss: Any) -> Tensor:
@@ -104,7 +96,8 @@ def per_sample(loss_function: Any, who: str = "SelectiveBackprop") -> Callable[[
     if isinstance(loss_function, nn.Module) and isinstance(getattr(loss_function, "reduction", None), str):
         return partial(_unreduced, loss_function)
     target = loss_function.forward if isinstance(loss_function, nn.Module) else loss_function
-    if not callable(target) or not _takes_reduction(target):
+    parameters = inspect.signature(target).parameters if callable(target) else {}
+    if "reduction" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         name = getattr(loss_function, "__qualname__", type(loss_function).__name__)
         fault = "the model computes its loss in `forward`" if target is None else f"the loss {name} has no `reduction`"
         raise ConfigTypeError(
@@ -113,11 +106,6 @@ def per_sample(loss_function: Any, who: str = "SelectiveBackprop") -> Callable[[
             "loss(outputs, batch, reduction='mean')."
         )
     return partial(loss_function, reduction="none")
-
-
-def _takes_reduction(function: Callable[..., object]) -> bool:
-    parameters = inspect.signature(function).parameters
-    return "reduction" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def losses_of_samples(state: State, who: str) -> Callable[[Batch, Batch], Tensor]:
@@ -150,10 +138,6 @@ def mean_per_sample(losses: Tensor, count: int) -> Tensor:
     return losses.flatten(1).mean(1) if losses.ndim > 1 else losses
 
 
-SOFT = frozenset({Event.BEFORE_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS})
-INTERPOLATED = frozenset({Event.BEFORE_FORWARD, Event.AFTER_LOSS})
-
-
 class PairMixing(Algorithm):
     """Mixes each sample with another one of its batch; a subclass says how inputs are mixed.
 
@@ -166,13 +150,14 @@ class PairMixing(Algorithm):
 
     def __init__(self, interpolate_loss: bool, input_key: BatchKey, target_key: BatchKey):
         self.interpolate_loss, self.input_key, self.target_key = interpolate_loss, input_key, target_key
-        self.events = INTERPOLATED if interpolate_loss else SOFT
+        events = {Event.BEFORE_FORWARD, Event.AFTER_LOSS}
+        self.events = frozenset(events if interpolate_loss else events | {Event.BEFORE_LOSS})
         self.writes = ("batch", "loss") if interpolate_loss else ("batch",)
         self.tags = frozenset({"augment", "interpolates_loss" if interpolate_loss else "soft_targets"})
         if interpolate_loss:
             self.before = ("#soft_targets",)  # the second loss must see targets as soft as the first one's
         self._own_weight = 1.0
-        self._index: Tensor | None = None
+        self._index = torch.empty(0, dtype=torch.long)  # of the other samples
         self._true: object = None
         self._is_checked = False
 
@@ -182,38 +167,29 @@ class PairMixing(Algorithm):
 
     def mix_targets(self, logits: object, targets: object) -> Batch:
         """Return targets mixed as the inputs were."""
-        own = self._own_weight
 
         def mixed(one: Tensor, target: Tensor) -> Tensor:
             dense = ensure_targets_one_hot(one, target)
-            return torch.lerp(take_rows(dense, self._rows), dense, own)
+            return torch.lerp(take_rows(dense, self._index), dense, self._own_weight)
 
         return map_tensors(mixed, logits, targets)
-
-    @property
-    def _rows(self) -> Tensor:
-        assert self._index is not None
-        return self._index
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.BEFORE_FORWARD:
             self._own_weight, self._index = self.mix_inputs(state)
         elif event is Event.BEFORE_LOSS:
             self._true = state.batch_get_item(self.target_key)
-            state.batch_set_item(self.target_key, self._soft_targets(state))
+            logits = logits_for(state.outputs, self._true, str(self))
+            mixed = self.mix_targets(logits, self._true)
+            if not self._is_checked:
+                check_soft_targets(state, logits, mixed, str(self))
+                self._is_checked = True
+            state.batch_set_item(self.target_key, mixed)
         elif self.interpolate_loss:
             self._interpolate_loss(state)
         else:
             state.batch_set_item(self.target_key, self._true)
             self._true = None
-
-    def _soft_targets(self, state: State) -> object:
-        logits = logits_for(state.outputs, self._true, str(self))
-        mixed = self.mix_targets(logits, self._true)
-        if not self._is_checked:
-            check_soft_targets(state, logits, mixed, str(self))
-            self._is_checked = True
-        return mixed
 
     def _interpolate_loss(self, state: State) -> None:
         if not self._is_checked:
@@ -221,5 +197,5 @@ class PairMixing(Algorithm):
             self._is_checked = True
         own = self._own_weight
         if own < 1:
-            others = take_rows(state.batch_get_item(self.target_key), self._rows)
+            others = take_rows(state.batch_get_item(self.target_key), self._index)
             state.loss = state.loss * own + loss_with_targets(state, self.target_key, others) * (1 - own)

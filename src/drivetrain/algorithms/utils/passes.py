@@ -53,7 +53,8 @@ def call_model(state: State, batch: object) -> Batch:
     if not has_loss and own_loss(state) is not None:
         return model(batch)
     if isinstance(batch, Mapping):
-        return model(**_taken(model, batch))
+        names = accepted_names(model)
+        return model(**{name: value for name, value in batch.items() if names is None or name in names})
     if isinstance(batch, list | tuple):
         return model(batch[0]) if has_loss else model(*batch)
     return model(batch)
@@ -73,14 +74,9 @@ def accepted_names(model: nn.Module) -> frozenset[str] | None:
     return frozenset(parameter.name for parameter in parameters)
 
 
-def _taken(model: nn.Module, batch: Mapping[str, object]) -> dict[str, object]:
-    names = accepted_names(model)
-    return {name: value for name, value in batch.items() if names is None or name in names}
-
-
 @contextmanager
 def without_trace(state: State) -> Iterator[None]:
-    """Put the model's buffers and torch's generators back afterwards: running statistics and dropout go on as if nothing was."""
+    """Restore the model's buffers and torch's generators afterwards: running statistics and dropout continue as without it."""
     kept = [
         (module._buffers, name, buffer, None if buffer is None else buffer.clone())
         for module in bare_model(state).modules()
@@ -147,7 +143,11 @@ def measure_batch_norms(state: State, max_batches: int | None = None) -> bool:
             module.training = training
         for layer, momentum in zip(layers, kept[2]):
             layer.momentum = momentum
-    _average_over_ranks(layers)
+    if is_distributed() and num_data_ranks() > 1:
+        for buffer in (buffer for layer in layers for buffer in (layer.running_mean, layer.running_var)):
+            assert buffer is not None
+            dist.all_reduce(buffer, group=data_group())
+            buffer.div_(num_data_ranks())
     return True
 
 
@@ -168,26 +168,12 @@ def _own_pass(state: State) -> Iterator[object]:
     """Yield the batches of the present epoch's order, read with a second loader."""
     loader = state.train_dataloader
     if isinstance(loader, SmartDataLoader):
-        second = loader.rebuild(loading_bar=False, num_workers=0, **_without_workers(loader))
-        second.set_epoch(state.clock.epoch)
-        loader = second
+        # Arguments that only make sense with workers are switched off.
+        off = {"persistent_workers": False, "prefetch_factor": None, "timeout": 0, "worker_init_fn": None}
+        off = {name: value for name, value in off.items() if name in loader._arguments}
+        loader = loader.rebuild(loading_bar=False, num_workers=0, **off)
+        loader.set_epoch(state.clock.epoch)
     elif isinstance(loader, DataLoader):
         loader = SmartDataLoader.from_loader(loader, loading_bar=False).to(state.device)
     for batch in loader:
         yield move_to_device(state.device, batch)
-
-
-def _without_workers(loader: SmartDataLoader[object]) -> dict[str, object]:
-    """Return the arguments that only make sense with workers, switched off."""
-    off = {"persistent_workers": False, "prefetch_factor": None, "timeout": 0, "worker_init_fn": None}
-    return {name: value for name, value in off.items() if name in loader._arguments}
-
-
-def _average_over_ranks(layers: list[_BatchNorm]) -> None:
-    if not is_distributed() or num_data_ranks() == 1:
-        return
-    for layer in layers:
-        for buffer in (layer.running_mean, layer.running_var):
-            assert buffer is not None
-            dist.all_reduce(buffer, group=data_group())
-            buffer.div_(num_data_ranks())
