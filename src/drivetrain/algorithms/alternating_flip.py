@@ -10,10 +10,8 @@ from torch import Tensor
 from drivetrain.algorithms.utils.parts import check_images, first_tensor, map_tensors
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, ConfigError, Event, Logger
 from drivetrain.core.arguments import check_counts
-from drivetrain.core.errors import ConfigError
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
 
 
 def alternating_flip(x: Tensor, index: Tensor, epoch: int, seed: int = 0) -> Tensor:

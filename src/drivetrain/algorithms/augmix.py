@@ -8,10 +8,8 @@ from drivetrain.algorithms.utils.datasets import join_dataset
 from drivetrain.algorithms.utils.parts import Generator, draw_beta, draw_integer, draw_weights
 from drivetrain.algorithms.utils.primitives import AugmentationSet, Image, find_set, is_pil
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, ConfigError, Event, Logger
 from drivetrain.core.arguments import check_counts, check_number
-from drivetrain.core.errors import ConfigError
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
 
 
 def augmix_image(

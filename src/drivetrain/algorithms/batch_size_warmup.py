@@ -13,11 +13,8 @@ from torch.optim import Optimizer
 
 from drivetrain.algorithms.utils.run import progress_to
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, ConfigError, Event, Logger, Time, TimeUnit, ensure_time
 from drivetrain.core.arguments import check_choice, check_fractions
-from drivetrain.core.errors import ConfigError
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
-from drivetrain.core.time import Time, TimeUnit, ensure_time
 from drivetrain.core.types import StateDict
 
 Rule = Literal["sqrt", "linear", "none"]

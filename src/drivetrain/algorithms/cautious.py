@@ -2,9 +2,8 @@
 
 from drivetrain.algorithms.utils.run import own_optimizer, set_optimizer
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, Event, Logger
 from drivetrain.core.arguments import check_numbers
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
 
 
 class Cautious(Algorithm):

@@ -10,10 +10,8 @@ from drivetrain.algorithms.utils.parts import Generator, check_images, draw_subs
 from drivetrain.algorithms.utils.primitives import Image, as_pil, as_tensor, is_pil
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, ConfigError, Event, Logger
 from drivetrain.core.arguments import check_fractions
-from drivetrain.core.errors import ConfigError
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
 
 ResizeTarget = bool | Literal["auto"]
 

@@ -6,9 +6,8 @@ from drivetrain.algorithms.utils.parts import Generator, check_images, draw_box,
 from drivetrain.algorithms.utils.primitives import Image, is_pil, on_tensor
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, Event, Logger
 from drivetrain.core.arguments import check_counts, check_fractions
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
 
 
 def cutout_batch(

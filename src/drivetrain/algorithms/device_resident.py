@@ -3,10 +3,9 @@
 import torch
 
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, ConfigError, Event, Logger
 from drivetrain.core.arguments import check_fractions
-from drivetrain.core.errors import ConfigError, unknown_name
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.core.errors import unknown_name
 from drivetrain.data.columns import make_resident
 from drivetrain.data.loader import SmartDataLoader
 

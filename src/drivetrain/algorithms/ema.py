@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from drivetrain.algorithms.surgery import model_of
 from drivetrain.algorithms.utils.run import has_come
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, ConfigError, Event, Logger, Time, TimeUnit, ensure_time
 from drivetrain.core.arguments import check_fraction, check_fractions
-from drivetrain.core.errors import ConfigError
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
-from drivetrain.core.time import Interval, Time, TimeUnit, ensure_time
+from drivetrain.core.time import Interval
 from drivetrain.core.types import StateDict
 from drivetrain.module.average import AveragedWeights
 from drivetrain.module.wrapping import clean_state_dict, load_clean_state_dict, unwrap

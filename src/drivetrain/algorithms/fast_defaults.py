@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from drivetrain.algorithms.channels_last import apply_channels_last
 from drivetrain.algorithms.surgery import model_of, torch_optimizers, warn_no_effect
 from drivetrain.context.state import State
-from drivetrain.core.errors import ConfigError
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.core import Algorithm, ConfigError, Event, Logger
 from drivetrain.module.optimizers import use_fused_kernels
 
 

@@ -7,8 +7,7 @@ from torch import nn
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, model_of, torch_optimizers, warn_no_effect
 from drivetrain.context.state import State
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Logger
+from drivetrain.core import Event, Logger
 from drivetrain.module.fp8 import Recipe, check_fp8, convert_linears_to_fp8, supports_fp8
 
 

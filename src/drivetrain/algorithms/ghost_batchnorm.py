@@ -13,10 +13,8 @@ from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, share_tensors, warn_no_effect
 from drivetrain.context.state import State
+from drivetrain.core import ConfigError, Event, Logger
 from drivetrain.core.arguments import check_counts
-from drivetrain.core.errors import ConfigError
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Logger
 from drivetrain.module.surgery import count_module_instances, replace_module_classes
 from drivetrain.runtime.ranks import num_data_ranks
 

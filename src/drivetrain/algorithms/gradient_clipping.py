@@ -13,9 +13,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from drivetrain.algorithms.surgery import model_of
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, Event, Logger
 from drivetrain.core.arguments import check_choice, check_number, check_numbers
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
 from drivetrain.module.distributed_tensors import is_dtensor, local_part
 
 ClippingType = Literal["norm", "value", "adaptive"]

@@ -11,10 +11,8 @@ from torch.optim import Optimizer
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, model_of, warn_no_effect
 from drivetrain.algorithms.utils.run import num_batches
 from drivetrain.context.state import State
+from drivetrain.core import ConfigError, Event, Logger
 from drivetrain.core.arguments import check_counts, check_fractions
-from drivetrain.core.errors import ConfigError
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Logger
 from drivetrain.module.surgery import replace_module_classes
 
 

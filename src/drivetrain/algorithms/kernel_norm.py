@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from drivetrain.algorithms.surgery import model_of
 from drivetrain.context.state import State
-from drivetrain.core.errors import ConfigError
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.core import Algorithm, ConfigError, Event, Logger
 from drivetrain.module.params import select_parameters
 from drivetrain.module.wrapping import unwrap
 

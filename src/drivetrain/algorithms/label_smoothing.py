@@ -6,9 +6,8 @@ from drivetrain.algorithms.utils.losses import check_loss_is_outside, check_soft
 from drivetrain.algorithms.utils.parts import map_tensors
 from drivetrain.context.batch import BatchKey, ensure_targets_one_hot, infer_target_type
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, Event, Logger
 from drivetrain.core.arguments import check_fractions
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
 
 
 def smooth_labels(logits: Tensor, target: Tensor, smoothing: float = 0.1) -> Tensor:

@@ -12,10 +12,8 @@ from torch.optim import Optimizer
 from drivetrain.algorithms.surgery import model_of
 from drivetrain.algorithms.utils.run import elapsed_fraction
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, ConfigError, Event, Logger
 from drivetrain.core.arguments import check_fractions
-from drivetrain.core.errors import ConfigError
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
 from drivetrain.core.types import StateDict
 from drivetrain.module.ddp import rewrap_ddp
 from drivetrain.module.wrapping import is_fully_sharded, unwrap

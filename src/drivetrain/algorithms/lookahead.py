@@ -12,9 +12,8 @@ from torch import nn
 from drivetrain.algorithms.surgery import model_of
 from drivetrain.algorithms.utils.run import elapsed_fraction
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, Event, Logger
 from drivetrain.core.arguments import check_choice, check_counts, check_fractions
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
 from drivetrain.core.types import StateDict
 from drivetrain.module.average import AveragedWeights
 

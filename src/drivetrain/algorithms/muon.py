@@ -10,10 +10,9 @@ from typing import Literal
 from drivetrain.algorithms.surgery import model_of
 from drivetrain.algorithms.utils.run import OptimizerReplacement, set_optimizer
 from drivetrain.context.state import State
+from drivetrain.core import ConfigError, Event, Logger
 from drivetrain.core.arguments import check_choice
-from drivetrain.core.errors import ConfigError, unknown_name
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Logger
+from drivetrain.core.errors import unknown_name
 from drivetrain.core.types import Settings
 from drivetrain.module.params import MuonGroups, muon_groups
 

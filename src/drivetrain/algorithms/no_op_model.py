@@ -6,9 +6,8 @@ from torch import Tensor, nn
 
 from drivetrain.algorithms.surgery import rebind_units, torch_optimizers
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, Event, Logger
 from drivetrain.core.containers import leaves
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
 
 
 class NoOpModelClass(nn.Module):

@@ -12,10 +12,8 @@ from drivetrain.algorithms.utils.parts import Generator, check_images, draw_inte
 from drivetrain.algorithms.utils.run import elapsed_fraction
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, ConfigError, ConfigTypeError, Event, Logger
 from drivetrain.core.arguments import check_choice, check_counts, check_fractions, check_number
-from drivetrain.core.errors import ConfigError, ConfigTypeError
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
 from drivetrain.core.types import Batch, StateDict
 
 Mode = Literal["resize", "crop"]

@@ -7,9 +7,8 @@ from drivetrain.algorithms.utils.datasets import join_dataset
 from drivetrain.algorithms.utils.parts import Generator
 from drivetrain.algorithms.utils.primitives import AugmentationSet, Image, find_set
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, Event, Logger
 from drivetrain.core.arguments import check_counts, check_number
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
 
 
 def randaugment_image(

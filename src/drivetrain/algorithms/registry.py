@@ -10,9 +10,8 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from drivetrain.core.errors import ConfigError, ConfigTypeError, unknown_name
-from drivetrain.core.one_of import OneOf
-from drivetrain.core.plugin import Plugin
+from drivetrain.core import ConfigError, ConfigTypeError, OneOf, Plugin
+from drivetrain.core.errors import unknown_name
 from drivetrain.core.types import Settings
 
 Table = Mapping[str, tuple[str, ...]]

@@ -8,11 +8,8 @@ from torch.nn import functional as F
 from drivetrain.algorithms.utils.parts import check_floating, check_images, draw_integer, map_tensors
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, ConfigError, Event, Logger, Time, TimeUnit, ensure_time
 from drivetrain.core.arguments import check_counts
-from drivetrain.core.errors import ConfigError
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
-from drivetrain.core.time import Time, TimeUnit, ensure_time
 
 
 def resize_shorter_side(x: Tensor, size: int) -> Tensor:

@@ -6,10 +6,9 @@ repeats them when the optimizer asks.
 
 from drivetrain.algorithms.utils.run import own_optimizer, set_optimizer
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, Event, Logger
 from drivetrain.core.arguments import check_counts, check_numbers
-from drivetrain.core.event import Event
 from drivetrain.core.lazy import lazy_exports
-from drivetrain.core.plugin import Algorithm, Logger
 
 __getattr__, __dir__, _ = lazy_exports(__name__, {"drivetrain.optim.optimizers.wrapper": ["SAMOptimizer"]})
 

@@ -3,10 +3,8 @@
 import warnings
 
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, DrivetrainDeprecationWarning, Event, Logger
 from drivetrain.core.arguments import check_number
-from drivetrain.core.errors import DrivetrainDeprecationWarning
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
 
 
 class ScaleSchedule(Algorithm):

@@ -13,11 +13,8 @@ from drivetrain.algorithms.surgery import model_of
 from drivetrain.algorithms.utils.passes import copy_statistics, measure_batch_norms, put_statistics
 from drivetrain.algorithms.utils.run import OptimizerReplacement, own_optimizer, set_optimizer
 from drivetrain.context.state import State
+from drivetrain.core import ConfigError, Event, Logger, Time, TimeUnit, ensure_time
 from drivetrain.core.arguments import check_choice, check_counts
-from drivetrain.core.errors import ConfigError
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Logger
-from drivetrain.core.time import Time, TimeUnit, ensure_time
 from drivetrain.core.types import Settings
 from drivetrain.module.wrapping import unwrap
 

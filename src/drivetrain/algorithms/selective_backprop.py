@@ -13,11 +13,9 @@ from drivetrain.algorithms.utils.passes import autocast_of, call_model, without_
 from drivetrain.algorithms.utils.run import elapsed_fraction
 from drivetrain.context.batch import BatchKey, batch_set
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, ConfigError, Event, Logger
 from drivetrain.core.arguments import check_counts, check_fractions, check_number
 from drivetrain.core.containers import leaves
-from drivetrain.core.errors import ConfigError
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
 from drivetrain.core.types import Batch
 
 _INTERPOLATION = {3: "linear", 4: "bilinear", 5: "trilinear"}

@@ -11,11 +11,8 @@ from drivetrain.algorithms.utils.passes import run_and_forget
 from drivetrain.algorithms.utils.run import elapsed_fraction, num_batches
 from drivetrain.context.batch import BatchKey, batch_get, batch_set
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, ConfigError, ConfigTypeError, Event, Logger, TimeUnit
 from drivetrain.core.arguments import check_counts, check_fractions
-from drivetrain.core.errors import ConfigError, ConfigTypeError
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
-from drivetrain.core.time import TimeUnit
 from drivetrain.core.types import Batch, StateDict
 
 

@@ -16,10 +16,9 @@ from drivetrain.algorithms.utils.datasets import rebuild_in_place
 from drivetrain.algorithms.utils.passes import accepted_names
 from drivetrain.context.batch import batch_get
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, ConfigError, ConfigTypeError, Event, Logger
 from drivetrain.core.arguments import check_choice, check_counts
-from drivetrain.core.errors import ConfigError, ConfigTypeError, NotIntendedUseWarning
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.core.errors import NotIntendedUseWarning
 from drivetrain.core.types import Batch, Settings
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.packing import STRATEGIES, PackedDataset, PackedStream, PackingStrategy, num_targets

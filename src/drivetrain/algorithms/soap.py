@@ -2,8 +2,7 @@
 
 from drivetrain.algorithms.utils.run import OptimizerReplacement, set_optimizer
 from drivetrain.context.state import State
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Logger
+from drivetrain.core import Event, Logger
 
 
 class SOAP(OptimizerReplacement):

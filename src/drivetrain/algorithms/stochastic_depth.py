@@ -17,11 +17,8 @@ from torch.optim import Optimizer
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, model_of, warn_no_effect
 from drivetrain.algorithms.utils.run import progress_to
 from drivetrain.context.state import State
+from drivetrain.core import ConfigError, ConfigTypeError, Event, Logger, Time, TimeUnit, ensure_time
 from drivetrain.core.arguments import check_choice, check_fractions
-from drivetrain.core.errors import ConfigError, ConfigTypeError
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Logger
-from drivetrain.core.time import Time, TimeUnit, ensure_time
 from drivetrain.core.types import Settings, StateDict
 from drivetrain.module.blocks import repeated_blocks, select_modules
 from drivetrain.module.probing import keeps_shape

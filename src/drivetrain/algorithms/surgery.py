@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.context.state import State
-from drivetrain.core.errors import ConfigError, ConfigTypeError, NoEffectWarning, unknown_name
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.core import Algorithm, ConfigError, ConfigTypeError, Event, Logger
+from drivetrain.core.errors import NoEffectWarning, unknown_name
 from drivetrain.module.precision import Precision, parse_precision
 from drivetrain.module.surgery import count_module_instances, replace_module_classes
 from drivetrain.module.wrapping import wrapping_of

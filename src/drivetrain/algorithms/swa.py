@@ -16,11 +16,8 @@ from drivetrain.algorithms.surgery import model_of, torch_optimizers, warn_no_ef
 from drivetrain.algorithms.utils.passes import measure_batch_norms
 from drivetrain.algorithms.utils.run import has_come, num_batches
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, ConfigError, Event, Logger, Time, TimeUnit, ensure_time
 from drivetrain.core.arguments import check_choice, check_counts, check_number
-from drivetrain.core.errors import ConfigError
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
-from drivetrain.core.time import Time, TimeUnit, ensure_time
 from drivetrain.core.types import StateDict
 from drivetrain.module.average import AveragedWeights
 

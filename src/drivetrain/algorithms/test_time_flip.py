@@ -15,9 +15,8 @@ from drivetrain.algorithms.utils.parts import check_images, first_tensor, map_te
 from drivetrain.algorithms.utils.passes import autocast_of, call_model
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, Event, Logger
 from drivetrain.core.arguments import check_counts
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
 
 
 def flip_views(x: Tensor, shift: int = 0) -> Iterator[tuple[float, Tensor]]:

@@ -11,10 +11,8 @@ import torch
 
 from drivetrain.algorithms.surgery import model_of
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, ConfigError, DrivetrainWarning, Event, Logger
 from drivetrain.core.arguments import check_choice
-from drivetrain.core.errors import ConfigError, DrivetrainWarning
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
 from drivetrain.core.types import Settings
 from drivetrain.module.compilation import Scope, compile_module, set_recompile_limit
 from drivetrain.module.wrapping import wrapping_of

@@ -12,10 +12,9 @@ from drivetrain.algorithms.surgery import model_of
 from drivetrain.algorithms.utils.parts import first_tensor
 from drivetrain.context.batch import BatchKey, batch_get
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, ConfigError, Event, Logger
 from drivetrain.core.arguments import check_counts, check_numbers
-from drivetrain.core.errors import ConfigError, unknown_name
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.core.errors import unknown_name
 from drivetrain.module.convolutions import whiten_convolution
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import is_distributed

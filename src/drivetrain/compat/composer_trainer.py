@@ -11,11 +11,8 @@ from torch import nn
 
 from drivetrain.compat.composer_types import ComposerModel, DataSpec, Evaluator, ensure_evaluator, ensure_tuple
 from drivetrain.context.state import State
+from drivetrain.core import Callback, ConfigError, DrivetrainWarning, Event, Time, Timestamp
 from drivetrain.core.binding import method_for
-from drivetrain.core.errors import ConfigError, DrivetrainWarning
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Callback
-from drivetrain.core.time import Time, Timestamp
 from drivetrain.optim.optimizers import DecoupledSGDW
 from drivetrain.optim.positions import compile_state_schedule
 from drivetrain.train.callbacks import get_default_callbacks

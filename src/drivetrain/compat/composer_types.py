@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drivetrain.context.batch import check_for_index_targets, ensure_targets_one_hot, infer_target_type
-from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarning, MissingExtra
-from drivetrain.core.event import Event
+from drivetrain.core import Callback, ConfigError, ConfigTypeError, DrivetrainWarning, Event, MissingExtra
 from drivetrain.core.ordering import refers_to
-from drivetrain.core.plugin import Callback, Phase, PluginReference, plugin_name
+from drivetrain.core.plugin import Phase, PluginReference, plugin_name
 from drivetrain.core.types import JsonValue, StateDict
 from drivetrain.module.precision import parse_precision
 from drivetrain.runtime.device import choose_device

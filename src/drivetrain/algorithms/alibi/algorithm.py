@@ -17,11 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, warn_no_effect
 from drivetrain.context.state import State
+from drivetrain.core import ConfigError, ConfigTypeError, Event, Logger
 from drivetrain.core.arguments import check_counts, check_number
 from drivetrain.core.containers import is_namedtuple, same_tuple
-from drivetrain.core.errors import ConfigError, ConfigTypeError, unknown_name
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Logger
+from drivetrain.core.errors import unknown_name
 from drivetrain.core.types import Batch
 from drivetrain.module.attention import (
     ATTRIBUTE,

@@ -12,9 +12,7 @@ from drivetrain.algorithms.utils.parts import map_tensors, take_rows
 from drivetrain.algorithms.utils.passes import autocast_of, own_loss
 from drivetrain.context.batch import BatchKey, ensure_targets_one_hot
 from drivetrain.context.state import State
-from drivetrain.core.errors import ConfigError, ConfigTypeError, PluginConflictError
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.core import Algorithm, ConfigError, ConfigTypeError, Event, Logger, PluginConflictError
 from drivetrain.core.types import Batch
 
 

@@ -7,10 +7,7 @@ from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import model_of
 from drivetrain.context.state import State
-from drivetrain.core.errors import ConfigError
-from drivetrain.core.event import Event
-from drivetrain.core.plugin import Algorithm
-from drivetrain.core.time import Time, TimeUnit
+from drivetrain.core import Algorithm, ConfigError, Event, Time, TimeUnit
 from drivetrain.core.types import Settings
 from drivetrain.module.params import named_trainable
 
