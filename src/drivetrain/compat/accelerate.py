@@ -90,10 +90,8 @@ WAY_OUT = (
 
 def recognizes(folder: Path) -> bool:
     """Return whether a folder was written by accelerate or pytorch-accelerated, and not by us."""
-    known = (*METADATA, *WEIGHTS, OPTIMIZER)
-    return (
-        folder.is_dir() and not (folder / "manifest.json").exists() and any((folder / name).is_file() for name in known)
-    )
+    is_ours = (folder / "manifest.json").exists()
+    return folder.is_dir() and not is_ours and _first_file(folder, (*METADATA, *WEIGHTS, OPTIMIZER)) is not None
 
 
 def restore(state: State, folder: Path) -> None:
@@ -105,11 +103,13 @@ def restore(state: State, folder: Path) -> None:
         raise ResumeError(f"{folder} holds no weights: expected {' or '.join(WEIGHTS)}. {WAY_OUT}")
     # Everything is read before anything is changed.
     tensors = _read_tensors(weights)
-    optimizer, scheduler_of = (next(iter(held), None) for held in (state.optimizers, state.schedulers))
-    parts = [("optimizer", folder / OPTIMIZER, optimizer), ("scaler", folder / SCALER, state.scaler)]
-    scheduler = _first_file(folder, SCHEDULERS)
-    parts.append(("scheduler", folder / SCHEDULERS[0] if scheduler is None else scheduler, scheduler_of))
-    found = [(name, _read_tensors(path), holder) for name, path, holder in parts if path.is_file()]
+    optimizer, scheduler = (next(iter(held), None) for held in (state.optimizers, state.schedulers))
+    parts = (
+        ("optimizer", _first_file(folder, (OPTIMIZER,)), optimizer),
+        ("scaler", _first_file(folder, (SCALER,)), state.scaler),
+        ("scheduler", _first_file(folder, SCHEDULERS), scheduler),
+    )
+    found = [(name, _read_tensors(path), holder) for name, path, holder in parts if path is not None]
     for name, _, holder in found:
         if holder is None and name != "scaler":  # a run in another precision needs no scaler
             raise ValueError(
@@ -121,24 +121,25 @@ def restore(state: State, folder: Path) -> None:
         if holder is not None:
             _load_into(holder, saved, name, folder)
     state.custom_entries = metadata
-    _set_clock(state, int(metadata["current_epoch"]) - 1)
+    # The run begins at the start of an epoch; counts within it follow from the loader's length, where it has one.
+    clock, batches, epochs = state.clock, loaders.length(state.dataloader), int(metadata["current_epoch"]) - 1
+    clock.reset()
+    clock.epoch = epochs
+    if batches is not None:
+        clock.batch = epochs * batches
+        clock.step = epochs * -(-batches // state.accumulation_steps)
     if any(folder.glob("random_states_*.pkl")):
         warnings.warn(
-            f"{folder}: its random states are a pickle, which is not loaded for safety; shuffling and dropout "
-            f"continue with different random "
-            "numbers.",
+            f"{folder}: its random states are a pickle, which is not loaded for safety; shuffling and dropout continue with different "
+            "random numbers.",
             DrivetrainWarning,
             stacklevel=2,
         )
 
 
 def _check_not_sharded(folder: Path) -> None:
-    several = [
-        *folder.glob("pytorch_model_fsdp*"),
-        *folder.glob("optimizer_[0-9]*.bin"),
-        *folder.glob("model_[0-9]*.safetensors"),
-    ]
-    several += [*folder.glob("*.index.json"), *folder.glob("mp_rank_*"), *folder.glob("zero_*")]
+    patterns = "pytorch_model_fsdp* optimizer_[0-9]*.bin model_[0-9]*.safetensors *.index.json mp_rank_* zero_*".split()
+    several = [path for pattern in patterns for path in folder.glob(pattern)]
     if several:
         raise ResumeError(
             f"{folder} holds a state in several parts ({several[0].name}), which only accelerate can join. {WAY_OUT}"
@@ -197,13 +198,3 @@ def _load_into(holder: Any, saved: Any, name: str, folder: Path) -> None:
 
 def _first_file(folder: Path, names: tuple[str, ...]) -> Path | None:
     return next((folder / name for name in names if (folder / name).is_file()), None)
-
-
-def _set_clock(state: State, epochs: int) -> None:
-    """Begin at the start of an epoch; counts within the run follow from the loader's length, where it has one."""
-    clock, batches = state.clock, loaders.length(state.dataloader)
-    clock.reset()
-    clock.epoch = epochs
-    if batches is not None:
-        clock.batch = epochs * batches
-        clock.step = epochs * -(-batches // state.accumulation_steps)

@@ -116,8 +116,9 @@ class Trainer(NativeTrainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train with the settings that the constructor was given; arguments here come first."""
         defaults = dict(self._for_train)
-        if self._schedulers:
-            defaults["create_scheduler_fn"] = self._scheduler()
+        for given in self._schedulers:
+            made = isinstance(given, torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau)
+            defaults["create_scheduler_fn"] = given if made else partial(self._compiled, given)
         return super().train(*args, **{**defaults, **kwargs})
 
     def fit(self, *, train_dataloader: object = None, duration: object = None, **kwargs: object) -> Any:
@@ -137,15 +138,8 @@ class Trainer(NativeTrainer):
             return super().get_metric_inputs(batch, batch_output)
         return model.eval_forward(batch, batch_output["model_outputs"]), batch
 
-    def _scheduler(self) -> object:
-        (given,) = self._schedulers
-        if isinstance(given, torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau):
-            return given
-        return partial(_compiled, given, self)
-
-
-def _compiled(schedule: Any, trainer: Trainer, optimizer: Any) -> Any:
-    return compile_state_schedule(schedule, trainer.state, trainer.scale_schedule_ratio)
+    def _compiled(self, schedule: Any, optimizer: Any) -> Any:
+        return compile_state_schedule(schedule, self.state, self.scale_schedule_ratio)
 
 
 def _watches(logger: object) -> bool:
@@ -161,9 +155,9 @@ def _loader(data: object) -> object:
 
 def _evaluation(data: object) -> object:
     """Return one loader, or several by name."""
-    if data is None or not isinstance(data, Evaluator | DataSpec | list | tuple):
+    if not isinstance(data, Evaluator | DataSpec | list | tuple):
         return data
-    sets = [ensure_evaluator(one) for one in ensure_tuple(data if isinstance(data, list | tuple) else (data,))]
+    sets = [ensure_evaluator(one) for one in (data if isinstance(data, list | tuple) else [data])]
     names = [one.label for one in sets]
     if len(set(names)) < len(names):
         raise ConfigError(f"eval_dataloader: the labels {', '.join(names)} are not all different. Name each Evaluator.")

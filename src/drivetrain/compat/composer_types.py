@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from drivetrain.context.batch import check_for_index_targets, ensure_targets_one_hot, infer_target_type
 from drivetrain.core import Callback, ConfigError, ConfigTypeError, DrivetrainWarning, Event, MissingExtra
+from drivetrain.core.containers import map_items
 from drivetrain.core.ordering import refers_to
 from drivetrain.core.plugin import Phase, PluginReference, plugin_name
 from drivetrain.core.types import JsonValue, StateDict
@@ -173,12 +174,8 @@ def ensure_tuple(x: object) -> tuple[object, ...]:
 
 def map_collection(collection: object, map_fn: Callable[[Any], object]) -> Any:
     """Apply a function to every leaf of nested lists, tuples and dicts, and keep their types."""
-    if isinstance(collection, tuple) and hasattr(collection, "_fields"):
-        return type(collection)(*(map_collection(item, map_fn) for item in collection))
-    if isinstance(collection, list | tuple):
-        return type(collection)(map_collection(item, map_fn) for item in collection)
-    if isinstance(collection, dict):
-        return {key: map_collection(item, map_fn) for key, item in collection.items()}
+    if isinstance(collection, list | tuple | dict):
+        return map_items(collection, lambda item: map_collection(item, map_fn))
     return map_fn(collection)
 
 
@@ -206,13 +203,12 @@ class InMemoryLogger(LoggerDestination):
         self.hyperparameters: dict[str, object] = {}
 
     def log_metrics(self, metrics: Mapping[str, object], step: int | None = None) -> None:
-        """Keep values; tensors stay where they are until they are read."""
+        # Tensors stay where they are until they are read.
         for name, value in metrics.items():
             self.data.setdefault(name, []).append((step, value))
         self.most_recent_values.update(metrics)
 
     def log_hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
-        """Keep the settings of the run."""
         self.hyperparameters.update(hyperparameters)
 
 
@@ -276,9 +272,8 @@ def _attn(
     scores = query @ key.transpose(-1, -2) * value.shape[-1] ** -0.5
     queries, keys = scores.shape[-2:]
     past = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril(keys - queries)
-    scores = (scores + self.attention_bias(queries, keys, scores.dtype)).masked_fill(
-        ~past, torch.finfo(scores.dtype).min
-    )
+    scores = scores + self.attention_bias(queries, keys, scores.dtype)
+    scores = scores.masked_fill(~past, torch.finfo(scores.dtype).min)
     if attention_mask is not None:
         scores = scores + attention_mask
     weights = self.attn_dropout(scores.softmax(dim=-1).to(value.dtype))
@@ -328,9 +323,8 @@ def binary_cross_entropy_with_logits(
     if check_for_index_targets(target):
         target = ensure_targets_one_hot(input, target)
     scaled = scale_by_batch_size and reduction == "mean"
-    loss = F.binary_cross_entropy_with_logits(
-        input, target, weight, size_average, reduce, "sum" if scaled else reduction, pos_weight
-    )
+    reduction = "sum" if scaled else reduction
+    loss = F.binary_cross_entropy_with_logits(input, target, weight, size_average, reduce, reduction, pos_weight)
     return loss / input.shape[0] if scaled else loss
 
 
@@ -400,17 +394,13 @@ class ComposerClassifier(ComposerModel):
         return dict(metrics.items()) if hasattr(metrics, "items") else {type(metrics).__name__: metrics}
 
     def forward(self, batch: Any) -> Batch:
-        """Return the outputs of the module for the inputs of a batch."""
         return self.module(batch[0])
 
     def loss(self, outputs: object, batch: Any, *args: object, **kwargs: object) -> Batch:
-        """Return the loss of outputs for the targets of a batch."""
         return self._loss_fn(outputs, batch[1], *args, **kwargs)
 
     def get_metrics(self, is_train: bool = False) -> dict[str, object]:
-        """Return the metrics of training or of evaluation."""
         return self.train_metrics if is_train else self.val_metrics
 
     def update_metric(self, batch: Any, outputs: object, metric: Any) -> None:
-        """Compare the outputs with the targets of a batch."""
         metric.update(outputs, batch[1])

@@ -7,7 +7,7 @@ import contextlib
 import importlib
 
 from drivetrain.core.errors import DrivetrainError as Error
-from drivetrain.core.errors import ExperimentError
+from drivetrain.core.errors import ExperimentError, did_you_mean
 from drivetrain.core.errors import ParameterError as ValidationError
 from drivetrain.experiment.experiments import Experiment, ExperimentGroup
 from drivetrain.experiment.parameters import Parameter, ParameterGroup
@@ -24,21 +24,25 @@ __all__ = [
     "app",
 ]
 
-
 _HOMES = {
-    "drivetrain.context.context": ("Context", "TorchContext=Context"),
-    "drivetrain.context.moving": ("move_to_device",),
-    "drivetrain.data.loader": ("SmartDataLoader",),
-    "drivetrain.record.recorder": ("Recorder",),
-    "drivetrain.checkpoint.store": ("save_checkpoint", "load_checkpoint"),
-    "drivetrain.runtime.ranks": ("is_distributed", "is_master", "get_num_processes", "get_rank", "get_local_rank"),
-    "drivetrain.compat.pystematic": ("broadcast_from_master",),
-    "drivetrain.runtime.collectives": ("distributed_barrier",),
-    "drivetrain.runtime.group": ("init_distributed",),
-    "drivetrain.runtime.seeds": ("derive_seed",),
-    "drivetrain.context.state": ("State",),
-    "drivetrain.checkpoint.checkpointer": ("Checkpointer",),
-    "drivetrain.experiment.sweeps.sweeping": ("run_parameter_sweep",),
+    "drivetrain.context.context": "Context TorchContext=Context",
+    "drivetrain.context.moving": "move_to_device",
+    "drivetrain.data.loader": "SmartDataLoader",
+    "drivetrain.record.recorder": "Recorder",
+    "drivetrain.checkpoint.store": "save_checkpoint load_checkpoint",
+    "drivetrain.runtime.ranks": "is_distributed is_master get_num_processes get_rank get_local_rank",
+    "drivetrain.compat.pystematic": "broadcast_from_master",
+    "drivetrain.runtime.collectives": "distributed_barrier",
+    "drivetrain.runtime.group": "init_distributed",
+    "drivetrain.runtime.seeds": "derive_seed",
+    "drivetrain.context.state": "State",
+    "drivetrain.checkpoint.checkpointer": "Checkpointer",
+    "drivetrain.experiment.sweeps.sweeping": "run_parameter_sweep",
+}
+_NAMES = {
+    public: (module, private or public)
+    for module, text in _HOMES.items()
+    for public, _, private in (entry.partition("=") for entry in text.split())
 }
 
 
@@ -52,9 +56,7 @@ def broadcast_from_master(value: object) -> object:
     from drivetrain.runtime import collectives
 
     if not isinstance(value, torch.Tensor):
-        with contextlib.suppress(
-            TypeError, ValueError, RuntimeError
-        ):  # text, dicts: pystematic could not send them at all
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # text, dicts: pystematic could not send them
             value = torch.tensor(value)
     return collectives.broadcast_from_master(value)
 
@@ -63,17 +65,13 @@ class TorchNames:
     """Finds each helper in its home on first use."""
 
     def __getattr__(self, name: str) -> object:
-        for module, entries in _HOMES.items():
-            for entry in entries:
-                public, _, private = entry.partition("=")
-                if public == name:
-                    return getattr(importlib.import_module(module), private or public)
-        from drivetrain.core.errors import did_you_mean
-
-        raise AttributeError(f"drivetrain.torch has no attribute {name!r}.{did_you_mean(name, dir(self))}")
+        if name not in _NAMES:
+            raise AttributeError(f"drivetrain.torch has no attribute {name!r}.{did_you_mean(name, _NAMES)}")
+        module, private = _NAMES[name]
+        return getattr(importlib.import_module(module), private)
 
     def __dir__(self) -> list[str]:
-        return sorted(entry.partition("=")[0] for entries in _HOMES.values() for entry in entries)
+        return sorted(_NAMES)
 
 
 torch = TorchNames()

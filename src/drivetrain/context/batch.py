@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import Tensor
 
+from drivetrain.core.containers import same_tuple
 from drivetrain.core.errors import ConfigError, did_you_mean
 from drivetrain.core.types import Batch
 
@@ -40,7 +41,7 @@ def batch_get(batch: Any, key: BatchKey) -> Batch:
         raise type(error)(f"the batch has no part {key!r}. {_parts_of(batch, key)}") from error
 
 
-def batch_set(batch: object, key: BatchKey, value: object) -> Any:
+def batch_set(batch: Any, key: BatchKey, value: object) -> Any:
     """Return `batch` with the part at `key` replaced: in place where the batch allows it, else in a rebuilt one.
 
     >>> batch_set((1, 2), 0, 5)
@@ -56,25 +57,17 @@ def batch_set(batch: object, key: BatchKey, value: object) -> Any:
         result = pair[1](batch, value)
         return batch if result is None else result
     if _is_many(key):
-        return _set_many(batch, key, value)
-    return _set_one(batch, key, value)
-
-
-def _set_many(batch: Batch, keys: Sequence[BatchKey], values: Batch) -> Batch:
-    if not isinstance(values, Sequence | Tensor) or isinstance(values, str) or len(values) != len(keys):
-        found = f"{len(values)} values" if hasattr(values, "__len__") else f"a {type(values).__name__}"
-        raise ValueError(f"batch keys {list(keys)!r} need one value each, {len(keys)} in all; got {found}.")
-    for key, value in zip(keys, values):
-        batch = batch_set(batch, key, value)
-    return batch
-
-
-def _set_one(batch: Any, key: object, value: object) -> Batch:
+        if not isinstance(value, Sequence | Tensor) or isinstance(value, str) or len(value) != len(key):
+            found = f"{len(value)} values" if hasattr(value, "__len__") else f"a {type(value).__name__}"
+            raise ValueError(f"batch keys {list(key)!r} need one value each, {len(key)} in all; got {found}.")
+        for one, part in zip(key, value):
+            batch = batch_set(batch, one, part)
+        return batch
     if isinstance(batch, tuple):
         return _set_in_tuple(batch, key, value)
     try:
         if isinstance(batch, MutableMapping | MutableSequence) or not isinstance(key, str):
-            batch[key] = value
+            batch[key] = value  # type: ignore[index]
         else:
             setattr(batch, key, value)
     except (AttributeError, TypeError, IndexError, KeyError) as error:
@@ -89,7 +82,7 @@ def _set_in_tuple(batch: tuple[Any, ...], key: Any, value: Any) -> tuple[Any, ..
         raise _cannot_set(batch, key)
     parts = list(batch)
     parts[index] = value
-    return type(batch)(*parts) if fields is not None else type(batch)(parts)
+    return same_tuple(batch, parts)
 
 
 def _cannot_set(batch: object, key: object) -> RuntimeError:
@@ -101,10 +94,8 @@ def _parts_of(batch: object, key: object) -> str:
     names = [str(name) for name in getattr(batch, "_fields", None) or (batch if isinstance(batch, Mapping) else ())]
     hint = did_you_mean(key, names)
     parts = f"with {', '.join(names)}" if names else f"of {len(batch)} parts" if isinstance(batch, Sequence) else ""
-    return (
-        f"It is a {type(batch).__name__} {parts}".rstrip()
-        + f".{hint} Give an existing key, or a pair (getter, setter)."
-    )
+    shown = f"It is a {type(batch).__name__} {parts}".rstrip()
+    return f"{shown}.{hint} Give an existing key, or a pair (getter, setter)."
 
 
 def _as_pair(key: object) -> tuple[Getter, Getter] | None:

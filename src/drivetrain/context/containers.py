@@ -10,14 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.context.kinds import Kind, Restore, keep
-from drivetrain.core.containers import (
-    field_values,
-    is_dataclass,
-    is_namedtuple,
-    join_path,
-    replace_fields,
-    same_tuple,
-)
+from drivetrain.core.containers import field_values, is_dataclass, is_namedtuple, join_path, replace_fields, same_tuple
 from drivetrain.core.types import Item, Saved
 from drivetrain.runtime.coders import NOT_STATE, PLAIN, TAG, tag_of
 
@@ -45,8 +38,11 @@ class DictKind(Kind):
         return item
 
     def fit(self, item: dict[object, object], saved: Saved, loading: "Loading", path: str) -> Restore:
-        entries = _open_dict(saved, loading)
-        if entries is None:
+        if type(saved) is OrderedDict or (type(saved) is dict and TAG not in saved):
+            entries: dict[object, object] = dict(saved)
+        elif tag_of(saved) in ("dict", "ordered_dict", "counter"):
+            entries = {loading.unpack(key): child for key, child in saved["value"]}  # the values are still packed
+        else:
             return loading.unfit(path, item, saved)
         restores: dict[object, Restore] = {}
         for key, child in entries.items():
@@ -69,75 +65,63 @@ class DictKind(Kind):
         return restore
 
 
-def _open_dict(saved: Saved, loading: "Loading") -> dict[object, object] | None:
-    """Return the entries of a saved dict with their values still packed, or None when it is something else."""
-    if type(saved) is OrderedDict or (type(saved) is dict and TAG not in saved):
-        return dict(saved)
-    if tag_of(saved) in ("dict", "ordered_dict", "counter"):
-        return {loading.unpack(key): child for key, child in saved["value"]}
-    return None
+class SequenceKind(Kind):
+    """What lists and tuples share: children by position."""
+
+    is_container = True
+
+    def children(self, item: Item) -> Iterable[tuple[object, object]]:
+        return list(enumerate(item))
+
+    def with_children(self, item: Item, children: list[object]) -> Item:
+        """Return the sequence with other children."""
+        raise NotImplementedError
+
+    def rebuild(self, item: Item, change: Change) -> Item:
+        return self.with_children(item, [change(child) for child in item])
+
+    def fit(self, item: Item, saved: Saved, loading: "Loading", path: str) -> Restore:
+        if type(saved) in (list, tuple):
+            elements = list(saved)
+        elif tag_of(saved) == "deque":
+            elements = list(saved["value"]["items"])
+        else:
+            return loading.unfit(path, item, saved)
+        restore_elements = _fit_elements(list(item), elements, loading, path)
+        return lambda: self.with_children(item, restore_elements())
 
 
-class ListKind(Kind):
+class ListKind(SequenceKind):
     """Lists and deques."""
 
     name = "list"
-    is_container = True
 
     def holds(self, item: object) -> bool:
         return isinstance(item, list | deque)
 
-    def children(self, item: Item) -> Iterable[tuple[int, Any]]:
-        return list(enumerate(item))
-
-    def rebuild(self, item: Item, change: Change) -> Item:
-        for index, child in self.children(item):
-            item[index] = change(child)
+    def with_children(self, item: Item, children: list[object]) -> Item:
+        item.clear()
+        item.extend(children)
         return item
 
-    def fit(self, item: Item, saved: Saved, loading: "Loading", path: str) -> Restore:
-        elements = _open_sequence(saved)
-        if elements is None:
-            return loading.unfit(path, item, saved)
-        restore_elements = _fit_elements(list(item), elements, loading, path)
 
-        def restore() -> object:
-            restored = restore_elements()
-            item.clear()
-            item.extend(restored)
-            return item
-
-        return restore
-
-
-class TupleKind(Kind):
+class TupleKind(SequenceKind):
     """Tuples; they are made again only when a child changes."""
 
     name = "tuple"
-    is_container = True
 
     def holds(self, item: object) -> bool:
         return isinstance(item, tuple) and not is_namedtuple(item)
 
-    def children(self, item: tuple[object, ...]) -> Iterable[tuple[object, object]]:
-        return enumerate(item)
-
-    def rebuild(self, item: tuple[object, ...], change: Change) -> Item:
-        return _same_or_new(item, [change(child) for child in item])
-
-    def fit(self, item: tuple[object, ...], saved: Saved, loading: "Loading", path: str) -> Restore:
-        elements = _open_sequence(saved)
-        if elements is None:
-            return loading.unfit(path, item, saved)
-        restore_elements = _fit_elements(list(item), elements, loading, path)
-        return lambda: _same_or_new(item, restore_elements())
+    def with_children(self, item: Item, children: list[object]) -> Item:
+        is_same = len(children) == len(item) and all(new is old for new, old in zip(children, item))
+        return item if is_same else same_tuple(item, children)
 
 
-class NamedTupleKind(Kind):
+class NamedTupleKind(TupleKind):
     """Namedtuples, matched field by field."""
 
     name = "namedtuple"
-    is_container = True
 
     def holds(self, item: object) -> bool:
         return is_namedtuple(item)
@@ -145,14 +129,11 @@ class NamedTupleKind(Kind):
     def children(self, item: Item) -> Iterable[tuple[object, object]]:
         return item._asdict().items()
 
-    def rebuild(self, item: Item, change: Change) -> Item:
-        return _same_or_new(item, [change(child) for child in item])
-
     def fit(self, item: Item, saved: Saved, loading: "Loading", path: str) -> Restore:
         restores = _fit_fields(item, item._asdict(), "namedtuple", saved, loading, path)
         if restores is None:
             return keep(item)
-        return lambda: _same_or_new(item, [restores[name]() for name in item._fields])
+        return lambda: self.with_children(item, [restores[name]() for name in item._fields])
 
 
 class DataclassKind(Kind):
@@ -203,13 +184,6 @@ class SetKind(Kind):
         return restore
 
 
-def _open_sequence(saved: Saved) -> list[object] | None:
-    """Return the elements of a saved list, tuple or deque, still packed, or None when it is something else."""
-    if type(saved) in (list, tuple):
-        return list(saved)
-    return list(saved["value"]["items"]) if tag_of(saved) == "deque" else None
-
-
 def _fit_elements(live: list[object], saved: list[object], loading: "Loading", path: str) -> Callable[[], list[object]]:
     """Fit position by position; further saved elements are built, further live ones must be without state."""
     elements = list(saved)
@@ -245,12 +219,6 @@ def _fit_fields(
         )
         return None
     return {name: loading.fit(live[name], child, join_path(path, name)) for name, child in fields.items()}
-
-
-def _same_or_new(item: Item, children: list[object]) -> Item:
-    if len(children) == len(item) and all(new is old for new, old in zip(children, item)):
-        return item
-    return same_tuple(item, children)
 
 
 def _set_fields(item: Item, values: dict[str, Item]) -> Item:

@@ -42,9 +42,7 @@ class Transform:
 
     def __init__(self) -> None:
         self.followers: list[Optimizer] = []
-        self._done: dict[
-            int, tuple[object, object]
-        ] = {}  # holds on to the originals, so that no identity is used twice
+        self._done: dict[int, tuple[object, object]] = {}  # keeps the originals, so that no identity is used twice
 
     def act(self, kind: Kind, item: object) -> Item:
         """Change one item that is not a container."""
@@ -194,9 +192,9 @@ class Context(ItemHolder):
 
     def cuda(self, device: int | str | torch.device | None = None) -> Self:
         """Move every item to a CUDA device: the given one, else this process's own."""
-        return self.to(
-            "cuda" if device is None else torch.device("cuda", device) if isinstance(device, int) else device
-        )
+        if isinstance(device, int):
+            device = torch.device("cuda", device)
+        return self.to("cuda" if device is None else device)
 
     def ddp(self, **ddp_kwargs: object) -> Self:
         """Make the session one of several equal processes: trainable modules into DDP, loaders split, own random stream.
@@ -251,9 +249,8 @@ class Context(ItemHolder):
         for name, item in self._items().items():
             kind = self._own_kind(name, item) or kind_of(item)
             saved = "no (excluded)" if name in self._excluded else kind.saved_as(item)
-            rows.append(
-                (name, kind.name, kind.describe(item), str(kind.device(item) or "-"), kind.wrapper(item) or "-", saved)
-            )
+            device, wrapper = str(kind.device(item) or "-"), kind.wrapper(item) or "-"
+            rows.append((name, kind.name, kind.describe(item), device, wrapper, saved))
         widths = [max(map(len, column)) for column in zip(*rows)]
         return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
 

@@ -11,7 +11,7 @@ Context grows to its saved length, but a tuple of optimizers must not: what a fi
 """
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,9 @@ import torch
 
 from drivetrain.core.containers import join_path
 from drivetrain.core.errors import DrivetrainWarning
-from drivetrain.core.types import Item, Saved, Settings, StateDict
+from drivetrain.core.types import Item, Saved, StateDict
 
 if TYPE_CHECKING:
-    import torch
-
     from drivetrain.context.context import DataParallel, Move, Shard
     from drivetrain.context.loading import Loading, Saving
 
@@ -87,7 +85,7 @@ class Kind:
         """Return whether and how the item is saved, for `explain`."""
         return "entry by entry" if self.is_container else "value"
 
-    def device(self, item: Item) -> "torch.device | None":
+    def device(self, item: Item) -> torch.device | None:
         """Return where the item is, or None when that has no meaning."""
         return None
 
@@ -100,7 +98,7 @@ def keep(item: object) -> Restore:
 class ItemHolder:
     """What the kinds and the walks need of a `Context`, the one class that is this."""
 
-    _device: "torch.device | None" = None
+    _device: torch.device | None = None
     _warned: frozenset[str] = frozenset()
     """Paths that a warning has named already."""
 
@@ -123,40 +121,32 @@ class PluginsKind(Kind):
     name = "plugins"
     saves_itself = True
 
-    def save(self, item: object, saving: "Saving", path: str) -> list[StateDict]:
+    def save(self, item: Item, saving: "Saving", path: str) -> list[StateDict]:
         return [
             {
                 "name": type(plugin).__name__,
-                "config": saving.pack(_config(plugin), join_path(path, name)),
+                "config": saving.pack(plugin.config() if hasattr(plugin, "config") else {}, join_path(path, name)),
                 "state": saving.pack(_state(plugin), join_path(path, name)),
-                "required": _is_required(plugin),
+                "required": bool(getattr(plugin, "required_on_load", lambda: False)()),
             }
-            for name, plugin in _numbered(item)
+            for name, plugin in _numbered(item).items()
         ]
 
     def fit(self, item: Item, saved: Saved, loading: "Loading", path: str) -> Restore:
-        entries = dict(_numbered_names([entry["name"] for entry in saved], saved))
-        live = dict(_numbered(item))
+        entries, live = _numbered(saved, [entry["name"] for entry in saved]), _numbered(item)
         for name, plugin in live.items():
             where = join_path(path, name)
-            if name in entries:
-                if hasattr(plugin, "load_state_dict"):
-                    loading.try_to_load(where, plugin, loading.unpack(entries[name]["state"], partial(_state, plugin)))
-            elif _state(plugin):
+            if name in entries and hasattr(plugin, "load_state_dict"):
+                loading.try_to_load(where, plugin, loading.unpack(entries[name]["state"], partial(_state, plugin)))
+            elif name not in entries and _state(plugin):
                 _warn(f"{where} is new: it has no saved state and starts from the beginning.")
-        for name, entry in entries.items():
-            if name in live:
-                continue
+        for name in [name for name in entries if name not in live]:
+            entry, where = entries[name], join_path(path, name)
             if entry.get("required"):
-                loading.note(
-                    "unexpected",
-                    join_path(path, name),
-                    f"the saved model was made with it. Add {entry['name']}(**{entry['config']}) again before loading",
-                )
+                advice = f"Add {entry['name']}(**{entry['config']}) again before loading"
+                loading.note("unexpected", where, f"the saved model was made with it. {advice}")
             elif entry["state"]:
-                _warn(
-                    f"{join_path(path, name)} was saved with a state, but is not part of this run: its state is not used."
-                )
+                _warn(f"{where} was saved with a state, but is not part of this run: its state is not used.")
         return keep(item)
 
     def saved_as(self, item: object) -> str:
@@ -166,29 +156,15 @@ class PluginsKind(Kind):
         return ", ".join(type(plugin).__name__ for plugin in item) or "none"
 
 
-def _numbered(plugins: Any) -> list[tuple[str, Any]]:
-    return _numbered_names([type(plugin).__name__ for plugin in plugins], list(plugins))
-
-
-def _numbered_names(names: list[str], values: list[object]) -> list[tuple[str, Any]]:
-    """Pair values with unique names: `EMA`, `EMA#2`, ..."""
-    result = []
-    for index, (name, value) in enumerate(zip(names, values)):
-        count = names[: index + 1].count(name)
-        result.append((name if count == 1 else f"{name}#{count}", value))
-    return result
-
-
-def _config(plugin: object) -> Settings:
-    return plugin.config() if hasattr(plugin, "config") else {}
+def _numbered(values: Sequence[Any], names: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return values by unique names, by default of their classes: `EMA`, `EMA#2`, ..."""
+    names = [type(value).__name__ for value in values] if names is None else names
+    counts = [names[: index + 1].count(name) for index, name in enumerate(names)]
+    return {name if count == 1 else f"{name}#{count}": value for name, count, value in zip(names, counts, values)}
 
 
 def _state(plugin: object) -> object:
     return plugin.state_dict() if hasattr(plugin, "state_dict") else {}
-
-
-def _is_required(plugin: object) -> bool:
-    return bool(getattr(plugin, "required_on_load", lambda: False)())
 
 
 def _warn(message: str) -> None:
@@ -225,19 +201,20 @@ class GeneratorsKind(Kind):
     name = "generators"
 
     def fit(self, item: dict[str, torch.Generator], saved: Saved, loading: "Loading", path: str) -> Restore:
-        absent = [key for key, state in saved.items() if not _is_available(state)]
+        types = {key: torch.device(state["value"]["device"]).type for key, state in saved.items()}
+        absent = [
+            key for key, type in types.items() if type != "cpu" and not torch.get_device_module(type).is_available()
+        ]
         if absent:
-            warnings.warn(
-                f"{path}: the generators {', '.join(absent)} were saved on a device that this machine does not have; "
-                f"they start from their seeds.",
-                DrivetrainWarning,
-                stacklevel=4,
+            _warn(
+                f"{path}: the generators {', '.join(absent)} were saved on a device that this machine does not have; they start from "
+                "their seeds."
             )
         restores = {}
         for key, state in saved.items():
             if key not in absent:
                 live = item.get(key)
-                same_device = live is not None and live.device.type == _device_type(state)
+                same_device = live is not None and live.device.type == types[key]
                 where = join_path(path, key)
                 restores[key] = loading.fit(live, state, where) if same_device else loading.build(state, where)
 
@@ -249,12 +226,3 @@ class GeneratorsKind(Kind):
 
     def saved_as(self, item: object) -> str:
         return "full state of each"
-
-
-def _device_type(state: Any) -> str:
-    return torch.device(state["value"]["device"]).type
-
-
-def _is_available(state: object) -> bool:
-    kind = _device_type(state)
-    return kind == "cpu" or torch.get_device_module(kind).is_available()

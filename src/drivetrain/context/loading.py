@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -112,23 +112,15 @@ class Loading:
         if tag_of(saved) == NOT_STATE:
             self.lacks_state(item, path)
             return keep(item)
-        if saved is None:
-            return self._fit_none(item, path, kind)
+        if saved is None:  # it replaces a value; for an item with its own state it means that none was saved
+            if holds_state(item):
+                self._without_state.append(path)
+                return keep(item)
+            return keep(item if kind.saves_itself else None)
         try:
             return kind.fit(item, saved, self, path)
         except (StateError, KeyError, TypeError, ValueError) as error:  # the last three: a damaged or forged state
             return self.unfit(path, item, saved, str(error) if isinstance(error, StateError) else repr(error))
-
-    def _fit_none(self, item: object, path: str, kind: Kind) -> Restore:
-        """A saved None replaces a value; for an item with its own state it means that none was taken."""
-        stateful = holds_state(item)
-        if stateful:
-            self._without_state.append(path)
-        return keep(item) if stateful or kind.saves_itself else keep(None)
-
-    def fit_named(self, context: ItemHolder, name: str, item: object, saved: object, path: str) -> Restore:
-        """Fit one item of a Context, in the way the Context has for that name."""
-        return self.fit(item, saved, path, context._own_kind(name, item))
 
     def build(self, saved: object, path: str) -> Restore:
         """Return what makes a saved value that has no live counterpart, on the Context's device."""
@@ -209,7 +201,11 @@ class Loading:
         done: list[_SelfLoad] = []
         errors: list[Exception] = []
         for load in self._self_loads:
-            before = _SelfLoad(load.path, load.item, pack(load.item.state_dict(), special=_leave_out, tensor=_copied))
+            before = _SelfLoad(
+                load.path,
+                load.item,
+                pack(load.item.state_dict(), special=_leave_out, tensor=lambda tensor: tensor.detach().clone()),
+            )
             try:
                 load.item.load_state_dict(load.state)
                 done.append(before)
@@ -229,13 +225,11 @@ class Loading:
         paths = [*(fault.path for fault in self._faults), *self._without_state]
         troubled = {path.partition(".")[0] for path in paths}
         names = [name for name, item in self._root._saved_items().items() if not self.is_stateless(item)]
-        return LoadReport(
-            restored=tuple(name for name in names if name not in troubled),
-            missing=tuple(str(fault) for fault in self._faults if fault.kind == "missing"),
-            unexpected=tuple(str(fault) for fault in self._faults if fault.kind == "unexpected"),
-            unfitting=tuple(str(fault) for fault in self._faults if fault.kind == "unfitting"),
-            without_state=tuple(self._without_state),
-        )
+        faults = {
+            kind: tuple(str(fault) for fault in self._faults if fault.kind == kind) for kind in get_args(FaultKind)
+        }
+        restored = tuple(name for name in names if name not in troubled)
+        return LoadReport(restored=restored, without_state=tuple(self._without_state), **faults)
 
     def _message(self) -> str:
         report = str(self._report()).partition("\n  ")[2]
@@ -249,10 +243,6 @@ class Loading:
 def _is_foreign_state(saved: object) -> bool:
     """Return whether a saved value can only be the state of a module or of an optimizer, which nothing can be built from."""
     return hasattr(saved, "_metadata") or (isinstance(saved, dict) and set(saved) == {"state", "param_groups"})
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()
 
 
 def _leave_out(item: object, path: str) -> Saved:
@@ -291,11 +281,6 @@ class Saving(Packer):
     def parameter_names(self) -> Names:
         """Names of all parameters in the Context, by identity."""
         return parameter_names(self._root)
-
-    def save_named(self, context: ItemHolder, name: str, item: object, path: str) -> Saved:
-        """Save one item of a Context, in the way the Context has for that name."""
-        kind = context._own_kind(name, item)
-        return kind.save(item, self, path) if kind is not None and kind.saves_itself else self.pack(item, path)
 
     def warn_unknown(self, path: str, item: object) -> None:
         """Name an object that cannot be saved, once for each Context."""

@@ -74,13 +74,8 @@ def move_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
             if isinstance(setting, Tensor) and setting.device.type != "cpu" and group["params"]:
                 group[name] = setting.to(group["params"][0].device)
         for parameter in group["params"]:
-            state = optimizer.state.get(parameter)
-            if state:
-                _move_entries(state, parameter.device, on_device)
-
-
-def _move_entries(state: dict[object, object], device: torch.device, step_on_device: bool) -> None:
-    for key, value in state.items():
-        # torch keeps the step count on the CPU unless a fused or captured kernel reads it.
-        target = torch.device("cpu") if key == "step" and not step_on_device else device
-        state[key] = _move(value, target, False)
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                # torch keeps the step count on the CPU unless a fused or captured kernel reads it.
+                target = torch.device("cpu") if key == "step" and not on_device else parameter.device
+                state[key] = _move(value, target, False)

@@ -35,13 +35,17 @@ def fit_optimizer(optimizer: Optimizer, saved: StateDict, names: Names) -> tuple
     """Return what keeps a saved state from fitting, and what loads it."""
     groups, live_groups = list(saved["param_groups"]), optimizer.param_groups
     if len(groups) != len(live_groups):
-        return [f"saved {len(groups)} parameter groups, this optimizer has {len(live_groups)}"], _nothing
+        return [f"saved {len(groups)} parameter groups, this optimizer has {len(live_groups)}"], lambda: None
     live = [parameter for group in live_groups for parameter in group["params"]]
     keys = [key for group in groups for key in group["params"]]
     saved_names = _saved_names(groups)
-    problems: list[str] = []
     if saved_names is not None and (live_names := _live_names(optimizer, names, saved_names)) is not None:
-        problems = _name_problems(saved_names, live_names)
+        problems = [f"no state was saved for the parameter {name}" for name in live_names if name not in saved_names]
+        for name in saved_names:
+            if name not in live_names:
+                near = nearest_name(name, live_names)
+                hint = f" (nearest: {near})" if near else ""
+                problems.append(f"the saved parameter {name} is not in this optimizer{hint}")
         by_name = dict(zip(saved_names, keys))
         keys = [by_name.get(name) for name in live_names]
     else:
@@ -52,10 +56,6 @@ def fit_optimizer(optimizer: Optimizer, saved: StateDict, names: Names) -> tuple
             if count != own
         ]
     return problems, lambda: _load(optimizer, saved["state"], groups, dict(zip(keys, live)))
-
-
-def _nothing() -> None:
-    raise AssertionError("a state with problems is not loaded")
 
 
 def _saved_names(groups: Sequence[Settings]) -> list[str] | None:
@@ -82,17 +82,6 @@ def _live_names(optimizer: Optimizer, names: Names, saved: list[str]) -> list[st
     return best if len(set(best)) == len(best) else None
 
 
-def _name_problems(saved: list[str], live: list[str]) -> list[str]:
-    problems = [f"no state was saved for the parameter {name}" for name in live if name not in saved]
-    for name in saved:
-        if name not in live:
-            near = nearest_name(name, live)
-            problems.append(
-                f"the saved parameter {name} is not in this optimizer" + (f" (nearest: {near})" if near else "")
-            )
-    return problems
-
-
 def _load(
     optimizer: Optimizer,
     state: Mapping[object, Mapping[object, object]],
@@ -115,7 +104,11 @@ def _load(
     optimizer.load_state_dict({"state": fresh, "param_groups": settings})
     if type(optimizer).load_state_dict is Optimizer.load_state_dict:
         for key, parameter in owners.items():
-            _restore_types(optimizer.state.get(parameter, {}), fresh.get(numbers[key], {}))
+            state_of = optimizer.state.get(parameter, {})
+            for name, value in fresh.get(numbers[key], {}).items():
+                current = state_of.get(name)
+                if name != "step" and isinstance(value, Tensor) and isinstance(current, Tensor):
+                    state_of[name] = current if current.dtype == value.dtype else value
 
 
 def _settings(saved: Mapping[str, object], live: Mapping[str, object]) -> Settings:
@@ -147,15 +140,3 @@ def _copy_for(value: object, parameter: Tensor, name: object) -> object:
     if value.shape == parameter.shape:  # laid out in memory as the parameter is: fused kernels rely on it
         return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
     return value.to(parameter.device, copy=True)
-
-
-def _restore_types(state: dict[object, object], fresh: Mapping[object, object]) -> None:
-    for name, value in fresh.items():
-        current = state.get(name)
-        if (
-            isinstance(value, Tensor)
-            and isinstance(current, torch.Tensor)
-            and current.dtype != value.dtype
-            and name != "step"
-        ):
-            state[name] = value

@@ -38,39 +38,17 @@ class State(Context):
     """
 
     transient: ClassVar[frozenset[str]] = frozenset(
-        [
-            "batch",
-            "outputs",
-            "loss",
-            "losses",
-            "batch_output",
-            "total_loss_dict",
-            "metric_outputs",
-            "sample_index",
-            "step",
-            "is_intermediate",
-            "timings",
-            "dataloader",
-            "dataloader_label",
-            "profiler",
-            "make_optimizer",
-            "previous_timestamp",
-            "eval_timestamp",
-            "predict_timestamp",
-        ]
+        (
+            "batch outputs loss losses batch_output total_loss_dict metric_outputs sample_index step is_intermediate timings dataloader "
+            "dataloader_label profiler make_optimizer previous_timestamp eval_timestamp predict_timestamp"
+        ).split()
     )
     # Settings of this run, not state of the session: a resumed run brings its own.
     _excluded = frozenset(
-        [
-            "run_name",
-            "evaluators",
-            "precision",
-            "precision_config",
-            "accumulation_steps",
-            "device_train_microbatch_size",
-            "auto_microbatching",
-            "dataset_resumption",
-        ]
+        (
+            "run_name evaluators precision precision_config accumulation_steps device_train_microbatch_size auto_microbatching "
+            "dataset_resumption"
+        ).split()
     )
     _kinds: ClassVar[dict[str, Kind]] = {"algorithms": _PLUGINS, "callbacks": _PLUGINS, "generators": _GENERATORS}
     _holders = frozenset({"model", "loss_fn", "optimizers", "schedulers", "scaler", "train_dataloader"})

@@ -73,9 +73,10 @@ class ModuleKind(Kind):
                 "it into a Context that is not sharded."
             )
         shell = _ddp_shell(item)
-        if shell is not None and device.type not in _device_types(shell.process_group):
+        group: Any = None if shell is None else shell.process_group
+        if group is not None and device.type not in {supported.type for supported in group._device_types}:
             raise DistributedError(
-                f"{path} is in DDP, and the process group ({dist.get_backend(shell.process_group)}) does not support {device.type} "
+                f"{path} is in DDP, and the process group ({dist.get_backend(group)}) does not support {device.type} "
                 f"devices, so it cannot be wrapped there. Start the group with init_distributed(backend='cpu:gloo,cuda:nccl')."
             )
 
@@ -83,14 +84,13 @@ class ModuleKind(Kind):
         if all(tensor.device == job.device for tensor in (*item.parameters(), *item.buffers())):
             return item
         shell = _ddp_shell(item)
-        bare = unwrap(item, keep_compile=True).to(job.device) if shell is not None else item.to(job.device)
         if shell is None:
-            return bare
+            return item.to(job.device)
         # The buckets of DDP belong to the old device, so it is built again, with all settings but that device.
-        settings = vars(shell).get("_wrap_settings", {})
-        return wrap_ddp(
-            bare, **{name: settings[name] for name in settings if name not in ("device_ids", "output_device")}
-        )
+        settings = dict(vars(shell).get("_wrap_settings", {}))
+        for name in ("device_ids", "output_device"):
+            settings.pop(name, None)
+        return wrap_ddp(unwrap(item, keep_compile=True).to(job.device), **settings)
 
     def ddp(self, item: nn.Module, job: "DataParallel") -> nn.Module:
         if any(map(is_fully_sharded, item.modules())):
@@ -119,10 +119,6 @@ class ModuleKind(Kind):
 
 def _ddp_shell(module: nn.Module) -> DistributedDataParallel | None:
     return next((part for part in module.modules() if isinstance(part, DistributedDataParallel)), None)
-
-
-def _device_types(group: Any) -> set[str]:
-    return {device.type for device in group._device_types}
 
 
 class OptimizerKind(Kind):
@@ -183,10 +179,12 @@ class ContextKind(Kind):
         return item
 
     def save(self, item: Item, saving: "Saving", path: str) -> Saved:
-        return {
-            name: saving.save_named(item, name, child, join_path(path, name))
-            for name, child in item._saved_items().items()
-        }
+        saved = {}
+        for name, child in item._saved_items().items():
+            kind, where = item._own_kind(name, child), join_path(path, name)
+            saves_itself = kind is not None and kind.saves_itself
+            saved[name] = kind.save(child, saving, where) if saves_itself else saving.pack(child, where)
+        return saved
 
     def fit(self, item: Item, saved: Saved, loading: "Loading", path: str) -> Restore:
         if not isinstance(saved, Mapping) or tag_of(saved) is not None:
@@ -196,7 +194,7 @@ class ContextKind(Kind):
         for name, child in live.items():
             where = join_path(path, name)
             if name in saved:
-                restores[name] = loading.fit_named(item, name, child, saved[name], where)
+                restores[name] = loading.fit(child, saved[name], where, item._own_kind(name, child))
             elif not loading.is_stateless(child):
                 loading.note("missing", where)
         for name, state in saved.items():
@@ -259,6 +257,5 @@ class ObjectKind(Kind):
         return saving.pack(item.state_dict(), path)
 
     def fit(self, item: Item, saved: Saved, loading: "Loading", path: str) -> Restore:
-        state = loading.unpack(saved, item.state_dict)
-        loading.try_to_load(path, item, state)
+        loading.try_to_load(path, item, loading.unpack(saved, item.state_dict))
         return keep(item)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from drivetrain.context.kinds import Kind, Restore
+from drivetrain.context.kinds import Kind, Restore, keep
 from drivetrain.context.moving import move_tensor
 from drivetrain.core.errors import DrivetrainWarning
 from drivetrain.core.types import Item, Saved, StateDict
@@ -75,11 +75,8 @@ class TensorKind(Kind):
 
     def fit(self, item: Tensor, saved: Saved, loading: "Loading", path: str) -> Restore:
         if not isinstance(saved, Tensor):
-            return (
-                (lambda: saved)
-                if item.numel() == 1 and isinstance(saved, NUMBERS)
-                else loading.unfit(path, item, saved)
-            )
+            is_number = item.numel() == 1 and isinstance(saved, NUMBERS)
+            return keep(saved) if is_number else loading.unfit(path, item, saved)
         return lambda: restore_tensor(item, saved)
 
 
@@ -88,12 +85,9 @@ def restore_tensor(item: Tensor, saved: Tensor) -> Tensor:
     """Copy a saved tensor into the live one, or return a new one where it does not fit; a trained leaf stays itself."""
     saved = fit_tensor(saved.detach(), item)
     leaf = isinstance(item, nn.Parameter) or (item.requires_grad and item.is_leaf)
-    if (
-        item.shape == saved.shape
-        and item.dtype == saved.dtype
-        and (leaf or not item.requires_grad)
-        and _is_writable(item)
-    ):
+    # An expanded tensor shows one number in many places, and torch guards tensors made in inference mode.
+    is_writable = (leaf or not item.requires_grad) and 0 not in item.stride() and not item.is_inference()
+    if is_writable and item.shape == saved.shape and item.dtype == saved.dtype:
         return item.copy_(saved)
     fresh = saved.to(item.device, copy=True)
     if not leaf:
@@ -101,11 +95,6 @@ def restore_tensor(item: Tensor, saved: Tensor) -> Tensor:
     item.grad = None
     item.data = fresh
     return item
-
-
-def _is_writable(tensor: Tensor) -> bool:
-    # An expanded tensor shows one number in many places, and torch guards tensors made in inference mode.
-    return 0 not in tensor.stride() and not tensor.is_inference()
 
 
 class CodedKind(Kind):
@@ -239,20 +228,12 @@ class OtherKind(Kind):
         return "no (not state)" if is_known_stateless(item) else "no (has no state_dict and load_state_dict)"
 
 
-_STATELESS = (
-    type,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    types.ModuleType,
-    functools.partial,
-    torch.utils.data.Dataset,
-)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 
 
 def is_known_stateless(item: object) -> bool:
     """Return whether no state is expected of an item: functions, classes, modules of code, datasets."""
-    return isinstance(item, _STATELESS)
+    return isinstance(item, (*_FUNCTIONS, type, types.ModuleType, torch.utils.data.Dataset))
 
 
 def ask(item: object, verb: str, *args: object) -> Item:
