@@ -17,113 +17,79 @@ from drivetrain.core.types import Settings
 Table = Mapping[str, tuple[str, ...]]
 """Names by module; `"public=private"` renames."""
 
-ALGORITHMS: Table = {
+TABLE = {
     # What happens to a batch.
-    "alternating_flip": ("AlternatingFlip",),
-    "augmix": ("AugMix",),
-    "batch_size_warmup": ("BatchSizeWarmup",),
-    "colout": ("ColOut",),
-    "cutmix": ("CutMix",),
-    "cutout": ("CutOut",),
-    "device_resident": ("DeviceResidentData",),
-    "label_smoothing": ("LabelSmoothing",),
-    "mixup": ("MixUp",),
-    "progressive_resizing": ("ProgressiveResizing",),
-    "randaugment": ("RandAugment",),
-    "random_translation": ("RandomTranslation",),
-    "resolution": ("Resolution",),
-    "selective_backprop": ("SelectiveBackprop",),
-    "seq_length_warmup": ("SeqLengthWarmup",),
-    "sequence_packing": ("SequencePacking",),
-    "test_time_flip": ("TestTimeFlip",),
+    "alternating_flip": "AlternatingFlip | | alternating_flip",
+    "augmix": "AugMix | AugmentAndMixTransform | augmix_image augment_and_mix=augmix_image",
+    "batch_size_warmup": "BatchSizeWarmup",
+    "colout": "ColOut | ColOutTransform | colout_batch colout=colout_batch",
+    "cutmix": "CutMix | | cutmix_batch cutmix",
+    "cutout": "CutOut | | cutout_batch cutout=cutout_batch",
+    "device_resident": "DeviceResidentData",
+    "label_smoothing": "LabelSmoothing | | smooth_labels",
+    "mixup": "MixUp | | mixup_batch mixup",
+    "progressive_resizing": "ProgressiveResizing | | resize_batch",
+    "randaugment": "RandAugment | RandAugmentTransform | randaugment_image randaugment",
+    "random_translation": "RandomTranslation | | translate_batch",
+    "resolution": "Resolution",
+    "selective_backprop": "SelectiveBackprop | | select_using_loss should_selective_backprop",
+    "seq_length_warmup": "SeqLengthWarmup | | set_batch_sequence_length",
+    "sequence_packing": "SequencePacking",
+    "test_time_flip": "TestTimeFlip | | average_flips",
     # What happens to a model.
-    "alibi": ("Alibi",),
-    "blurpool": ("BlurPool",),
-    "channels_last": ("ChannelsLast",),
-    "factorize": ("Factorize",),
-    "fp8_linear": ("FP8Linear",),
-    "gated_linear_units": ("GatedLinearUnits",),
-    "ghost_batchnorm": ("GhostBatchNorm",),
-    "gyro_dropout": ("GyroDropout",),
-    "low_precision_groupnorm": ("LowPrecisionGroupNorm",),
-    "low_precision_layernorm": ("LowPrecisionLayerNorm", "FusedLayerNorm=LowPrecisionLayerNorm"),
-    "no_op_model": ("NoOpModel",),
-    "squeeze_excite": ("SqueezeExcite",),
-    "stochastic_depth": ("StochasticDepth",),
-    "weight_standardization": ("WeightStandardization",),
-    "whitening": ("Whitening",),
-    # What happens to the loop and the optimizer.
-    "cautious": ("Cautious",),
-    "ema": ("EMA",),
-    "fast_defaults": ("FastDefaults",),
-    "gradient_clipping": ("GradientClipping", "AGC"),
-    "kernel_norm": ("KernelNorm",),
-    "layer_freezing": ("LayerFreezing",),
-    "lookahead": ("Lookahead",),
-    "muon": ("Muon",),
-    "sam": ("SAM",),
-    "scale_schedule": ("ScaleSchedule",),
-    "schedule_free": ("ScheduleFree",),
-    "soap": ("SOAP",),
-    "swa": ("SWA",),
-    "torch_compile": ("TorchCompile",),
-}
-"""The algorithms by the names that checkpoints use."""
-
-PARTS: Table = {
-    "augmix": ("AugmentAndMixTransform",),
-    "blurpool": ("BlurConv2d", "BlurMaxPool2d", "BlurPool2d"),
-    "colout": ("ColOutTransform",),
-    "factorize": ("FactorizedConv2d", "FactorizedLinear", "LowRankSolution"),
-    "gated_linear_units": ("BERTGatedFFOutput", "GatedFeedForward"),
-    "ghost_batchnorm": ("GhostBatchNorm1d", "GhostBatchNorm2d", "GhostBatchNorm3d"),
-    "gyro_dropout": ("GyroDropoutLayer",),
-    "low_precision_groupnorm": ("LPGroupNorm",),
-    "low_precision_layernorm": ("LPLayerNorm",),
-    "no_op_model": ("NoOpModelClass",),
-    "randaugment": ("RandAugmentTransform",),
-    "sam": ("SAMOptimizer",),
-    "squeeze_excite": ("SqueezeExcite2d", "SqueezeExciteConv2d"),
-    "stochastic_depth": ("BlockStochasticModule",),
-    "weight_standardization": ("WeightStandardizer",),
-}
-"""Layers and transforms."""
-
-FUNCTIONS: Table = {
-    "alibi": ("apply_alibi",),
-    "alternating_flip": ("alternating_flip",),
-    "augmix": ("augmix_image", "augment_and_mix=augmix_image"),
-    "blurpool": ("apply_blurpool", "blur_2d", "blurmax_pool2d"),
-    "channels_last": ("apply_channels_last",),
-    "colout": ("colout_batch", "colout=colout_batch"),
-    "cutmix": ("cutmix_batch", "cutmix"),
-    "cutout": ("cutout_batch", "cutout=cutout_batch"),
-    "ema": ("compute_ema",),
-    "factorize": ("apply_factorization", "factorize_conv2d", "factorize_matrix", "factorizing_could_speedup"),
-    "gated_linear_units": ("apply_gated_linear_units",),
-    "ghost_batchnorm": ("apply_ghost_batchnorm",),
-    "gradient_clipping": ("apply_agc", "apply_gradient_clipping"),
-    "gyro_dropout": ("apply_gyro_dropout",),
-    "kernel_norm": ("normalise_kernels",),
-    "label_smoothing": ("smooth_labels",),
-    "layer_freezing": ("freeze_layers",),
-    "low_precision_groupnorm": ("apply_low_precision_groupnorm",),
-    "low_precision_layernorm": (
-        "apply_low_precision_layernorm",
-        "apply_fused_layernorm=apply_low_precision_layernorm",
+    "alibi": "Alibi | | apply_alibi",
+    "blurpool": "BlurPool | BlurConv2d BlurMaxPool2d BlurPool2d | apply_blurpool blur_2d blurmax_pool2d",
+    "channels_last": "ChannelsLast | | apply_channels_last",
+    "factorize": (
+        "Factorize | FactorizedConv2d FactorizedLinear LowRankSolution | "
+        "apply_factorization factorize_conv2d factorize_matrix factorizing_could_speedup"
     ),
-    "mixup": ("mixup_batch", "mixup"),
-    "progressive_resizing": ("resize_batch",),
-    "randaugment": ("randaugment_image", "randaugment"),
-    "random_translation": ("translate_batch",),
-    "selective_backprop": ("select_using_loss", "should_selective_backprop"),
-    "seq_length_warmup": ("set_batch_sequence_length",),
-    "squeeze_excite": ("apply_squeeze_excite", "apply_se=apply_squeeze_excite"),
-    "stochastic_depth": ("apply_stochastic_depth",),
-    "test_time_flip": ("average_flips",),
-    "weight_standardization": ("apply_weight_standardization",),
+    "fp8_linear": "FP8Linear",
+    "gated_linear_units": "GatedLinearUnits | BERTGatedFFOutput GatedFeedForward | apply_gated_linear_units",
+    "ghost_batchnorm": "GhostBatchNorm | GhostBatchNorm1d GhostBatchNorm2d GhostBatchNorm3d | apply_ghost_batchnorm",
+    "gyro_dropout": "GyroDropout | GyroDropoutLayer | apply_gyro_dropout",
+    "low_precision_groupnorm": "LowPrecisionGroupNorm | LPGroupNorm | apply_low_precision_groupnorm",
+    "low_precision_layernorm": (
+        "LowPrecisionLayerNorm FusedLayerNorm=LowPrecisionLayerNorm | LPLayerNorm | "
+        "apply_low_precision_layernorm apply_fused_layernorm=apply_low_precision_layernorm"
+    ),
+    "no_op_model": "NoOpModel | NoOpModelClass",
+    "squeeze_excite": "SqueezeExcite | SqueezeExcite2d SqueezeExciteConv2d | apply_squeeze_excite apply_se=apply_squeeze_excite",
+    "stochastic_depth": "StochasticDepth | BlockStochasticModule | apply_stochastic_depth",
+    "weight_standardization": "WeightStandardization | WeightStandardizer | apply_weight_standardization",
+    "whitening": "Whitening",
+    # What happens to the loop and the optimizer.
+    "cautious": "Cautious",
+    "ema": "EMA | | compute_ema",
+    "fast_defaults": "FastDefaults",
+    "gradient_clipping": "GradientClipping AGC | | apply_agc apply_gradient_clipping",
+    "kernel_norm": "KernelNorm | | normalise_kernels",
+    "layer_freezing": "LayerFreezing | | freeze_layers",
+    "lookahead": "Lookahead",
+    "muon": "Muon",
+    "sam": "SAM | SAMOptimizer",
+    "scale_schedule": "ScaleSchedule",
+    "schedule_free": "ScheduleFree",
+    "soap": "SOAP",
+    "swa": "SWA",
+    "torch_compile": "TorchCompile",
 }
-"""The algorithms as plain functions, for your own training loop."""
+"""The algorithms of each module | its layers and transforms | its plain functions, for your own training loop."""
+
+
+def _column(place: int) -> Table:
+    found = {module: "".join(text.split("|")[place : place + 1]).split() for module, text in TABLE.items()}
+    return {module: tuple(names) for module, names in found.items() if names}
+
+
+ALGORITHMS, PARTS, FUNCTIONS = map(_column, range(3))
+"""The algorithms by the names that checkpoints use, and the two other columns."""
+
+_HOMES = {
+    public: (f"drivetrain.algorithms.{module}", private or public)
+    for module, entries in ALGORITHMS.items()
+    for public, _, private in (entry.partition("=") for entry in entries)
+}
 
 
 def offered(*tables: Table) -> dict[str, list[str]]:
@@ -148,8 +114,7 @@ def register(cls: P) -> P:
     if not (isinstance(cls, type) and issubclass(cls, Plugin)):
         raise ConfigTypeError(f"register({cls!r}): expected a class derived from Algorithm.")
     name = cls.__name__
-    known = _registered.get(name)
-    if name in _modules() or (known is not None and known is not cls):
+    if name in _HOMES or _registered.get(name, cls) is not cls:
         raise ConfigError(f"register: an algorithm named {name!r} already exists. Rename the class.")
     _registered[name] = cls
     return cls
@@ -157,7 +122,7 @@ def register(cls: P) -> P:
 
 def names() -> list[str]:
     """Return the name of every algorithm that can be created."""
-    return sorted({OneOf.__name__, *_modules(), *_registered})
+    return sorted({OneOf.__name__, *_HOMES, *_registered})
 
 
 def find(name: str) -> type[Plugin]:
@@ -166,10 +131,9 @@ def find(name: str) -> type[Plugin]:
         return OneOf
     if name in _registered:
         return _registered[name]
-    modules = _modules()
-    if name not in modules:
+    if name not in _HOMES:
         raise ConfigError(unknown_name("algorithm", name, names()) + " Register your own with registry.register(cls).")
-    module, private = modules[name]
+    module, private = _HOMES[name]
     return getattr(importlib.import_module(module), private)
 
 
@@ -212,16 +176,6 @@ def restore_required(
         elif entry.get("required") and name not in left_out:
             made.append(create(name, entry["config"]))
     return made
-
-
-def _modules() -> dict[str, tuple[str, str]]:
-    """Return the module of every listed algorithm, and its name in it."""
-    homes: dict[str, tuple[str, str]] = {}
-    for module, entries in offered(ALGORITHMS).items():
-        for entry in entries:
-            public, _, private = entry.partition("=")
-            homes[public] = (module, private or public)
-    return homes
 
 
 def _revived(value: object, where: str) -> Any:

@@ -67,7 +67,7 @@ def batch_set(batch: Any, key: BatchKey, value: object) -> Any:
         return _set_in_tuple(batch, key, value)
     try:
         if isinstance(batch, MutableMapping | MutableSequence) or not isinstance(key, str):
-            batch[key] = value  # type: ignore[index]
+            batch[key] = value
         else:
             setattr(batch, key, value)
     except (AttributeError, TypeError, IndexError, KeyError) as error:
