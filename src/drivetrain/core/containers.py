@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
@@ -35,6 +36,19 @@ def replace_fields(value: T, changes: Mapping[str, object]) -> T:
     for name, change in changes.items():
         object.__setattr__(clone, name, change)
     return clone
+
+
+@contextmanager
+def with_attributes(owner: object, **values: object) -> Iterator[None]:
+    """Give an object other attributes inside the block, and restore its own afterwards."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def same_tuple(like: tuple[object, ...], items: list[object]) -> Any:

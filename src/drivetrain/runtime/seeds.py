@@ -11,7 +11,8 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -148,6 +149,16 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         current = torch.accelerator.current_accelerator(check_available=True)
         if current is not None and current.type == kind:
             torch.get_device_module(kind).set_rng_state(state["accelerator"]["state"].cpu())
+
+
+@contextmanager
+def rng_kept() -> Iterator[None]:
+    """Restore all shared generators at the end of the block."""
+    state = capture_rng()
+    try:
+        yield
+    finally:
+        restore_rng(state)
 
 
 class _Settings(NamedTuple):

@@ -33,7 +33,7 @@ from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.group import init_distributed
 from drivetrain.runtime.ranks import get_num_processes, is_master
-from drivetrain.runtime.seeds import capture_rng, restore_rng
+from drivetrain.runtime.seeds import rng_kept
 from drivetrain.strategy.apply import Application, LossFunc, PrepareInput, check_model
 from drivetrain.strategy.batching import BatchSplit, plan_batch
 from drivetrain.strategy.device_spec import DeviceSpec
@@ -42,13 +42,13 @@ from drivetrain.strategy.mesh import mesh_size
 from drivetrain.strategy.method import is_whole
 from drivetrain.strategy.reading import reject_pickle_name
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
-from drivetrain.strategy.search.constraints import SearchConstraints, with_included
+from drivetrain.strategy.search.constraints import NUMERICS, SearchConstraints, with_included
 from drivetrain.strategy.stepping import PlannedLoader, PlannedOptimizer, PlannedScheduler, make_loader
 from drivetrain.strategy.task import CallModel, ParameterGroups, TrainingTask
 from drivetrain.strategy.trial.checking import NOT_EXACT
 from drivetrain.strategy.trial.memory import watch_memory
 from drivetrain.strategy.trial.process import reject_inside_trial
-from drivetrain.strategy.value import Failure, Strategy, changes_since, fingerprint
+from drivetrain.strategy.value import Strategy, changes_since, fingerprint
 from drivetrain.train import loaders
 from drivetrain.train.items import counts_rows_alike
 
@@ -86,6 +86,10 @@ class AutoAccelerateResult(NamedTuple):
         return self.args["notes"]
 
 
+Outcome = tuple[bool, AutoAccelerateResult | None, Strategy]
+"""Whether a plan was applied, what a loop needs, and the plan."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The keywords of `auto_accelerate` beyond its named arguments."""
@@ -120,6 +124,24 @@ class Options:
     def __post_init__(self) -> None:
         if self.count_items is not None:
             check_callable("count_items", self.count_items, "a function of the prepared input that returns a count")
+        if self.numerics not in NUMERICS:
+            raise ConfigError(f"numerics={self.numerics!r}: expected 'exact', 'mixed' or 'low'.")
+        if self.sample_batch is not None and self.batch_size is None:
+            raise ConfigError(
+                "sample_batch was given without batch_size, the number of samples in a global batch. Pass both."
+            )
+
+    @property
+    def spec(self) -> DeviceSpec | None:
+        """The device to plan for if it is not this machine's: a DeviceSpec, its fields, or the name of a preset."""
+        given = self.device
+        if not self.plan_only or given is None or isinstance(given, torch.device):
+            return None
+        if isinstance(given, DeviceSpec):
+            return given
+        if isinstance(given, Mapping):
+            return DeviceSpec(**given)
+        return None if given in ("auto", "cpu") or str(given).startswith("cuda") else DeviceSpec.preset(given)
 
 
 def auto_accelerate(
@@ -141,7 +163,7 @@ def auto_accelerate(
     finetune_strategy: bool = False,
     save_strategy_to_file: str | os.PathLike[str] | None = None,
     **kargs: object,
-) -> tuple[bool, AutoAccelerateResult | None, Strategy]:
+) -> Outcome:
     """Apply a plan to a model, its optimizer, data and loss. Return whether it worked, the result, and the applied plan.
 
     Args:
@@ -182,7 +204,11 @@ def auto_accelerate(
     `plan.failure`, or raise with `strict=True`; the model is then unchanged. A search whose trials all fail warns and changes nothing.
     """
     reject_inside_trial("auto_accelerate")
-    options = _options(kargs)
+    valid = [item.name for item in fields(Options)]
+    for name in [name for name in kargs if name not in valid]:
+        hint = did_you_mean(name, valid) or f" Keywords: {', '.join(valid)}."
+        raise TypeError(f"auto_accelerate() got an unexpected keyword argument {name!r}.{hint}")
+    options = Options(**kargs)  # type: ignore[arg-type]
     check_model(model)
     if model_input_format not in _FORMATS:
         raise ConfigError(
@@ -198,74 +224,19 @@ def auto_accelerate(
         model, optim_func, dict(optim_args or {}), optim_param_func, dataset, dict(dataloader_args or {}), loss_func, prepare_input,
         model_input_format, distributed_sampler_cls, lr_scheduler_cls, dict(lr_scheduler_args or {}), options,
     )  # fmt: skip
-    constraints: SearchConstraints | None = None
     if given is None or finetune_strategy or given.is_tunable():
-        request.require_data()
-        constraints = _constraints(options, included, excluded, given)
+        proceed = partial(request.search, request.constraints(included, excluded, given))
     else:
-        given = with_included(given, included, excluded)
+        proceed = partial(request.fulfil, with_included(given, included, excluded))
     world = launched_world()
     if world is not None and world.world_size > 1 and not options.plan_only:
         init_distributed("gloo" if choose_device(options.device).type == "cpu" else None)
-    if constraints is not None:
-        status, result, plan = request.search(constraints)
-    else:
-        assert given is not None
-        status, result, plan = request.fulfil(given)
+    status, result, plan = proceed()
     if status and save_strategy_to_file is not None and is_master():
         plan.save(save_strategy_to_file)
     if options.verbose and is_master():
         print(plan.explain())
     return status, result, plan
-
-
-def _options(kargs: Mapping[str, Any]) -> Options:
-    valid = [item.name for item in fields(Options)]
-    for name in kargs:
-        if name not in valid:
-            hint = did_you_mean(name, valid) or f" Keywords: {', '.join(valid)}."
-            raise TypeError(f"auto_accelerate() got an unexpected keyword argument {name!r}.{hint}")
-    options = Options(**kargs)
-    if options.numerics not in ("exact", "mixed", "low"):
-        raise ConfigError(f"numerics={options.numerics!r}: expected 'exact', 'mixed' or 'low'.")
-    if options.sample_batch is not None and options.batch_size is None:
-        raise ConfigError(
-            "sample_batch was given without batch_size, the number of samples in a global batch. Pass both."
-        )
-    return options
-
-
-def _constraints(
-    options: Options, included: Iterable[object] | None, excluded: Iterable[str] | None, start: Strategy | None
-) -> SearchConstraints:
-    """Return the constraints of the search, checked."""
-    unwanted = frozenset(excluded or ())
-    if options.find_unused_parameters:
-        unwanted |= {"fsdp", "zero2"}  # it is a setting of DDP
-    return SearchConstraints(
-        time_limit=120.0 if options.time_limit is None else options.time_limit,
-        numerics=options.numerics,
-        memory_budget=options.memory_budget,
-        excluded=unwanted,
-        included=tuple(included or ()),
-        start=start,
-        plan_only=options.plan_only,
-        spec=_spec_of(options),
-        strict=options.strict,
-        allow_batch_rounding=options.allow_batch_rounding,
-    )
-
-
-def _spec_of(options: Options) -> DeviceSpec | None:
-    """Return the device to plan for where it is another than the one at hand: a DeviceSpec, its fields, or the name of a preset."""
-    given = options.device
-    if not options.plan_only or given is None or isinstance(given, torch.device):
-        return None
-    if isinstance(given, DeviceSpec):
-        return given
-    if isinstance(given, Mapping):
-        return DeviceSpec(**given)
-    return None if given in ("auto", "cpu") or str(given).startswith("cuda") else DeviceSpec.preset(given)
 
 
 @dataclass
@@ -289,7 +260,6 @@ class _Request:
     @cached_property
     def task(self) -> TrainingTask:
         """The training as a value that plans are made and tried for."""
-        has_data = self.dataset is not None or self.options.sample_batch is not None
         task = TrainingTask(
             model=self.model,
             model_fn=self.options.model_fn,
@@ -299,7 +269,7 @@ class _Request:
             optim_func=self.optim_func,
             optim_args=self.optim_args,
             optim_param_func=self.optim_param_func,
-            samples=self._samples() if has_data else None,
+            samples=self._samples() if self.has_data else None,
             global_batch_size=self._global_size() or 1,
             find_unused_parameters=self.options.find_unused_parameters,
             count_items=self.options.count_items,
@@ -318,23 +288,48 @@ class _Request:
         options = self.options
         return options.world_size if options.plan_only and options.world_size else get_num_processes()
 
-    def require_data(self) -> None:
-        """Reject a search without what it needs."""
-        missing = [] if self.optim_func is not None else ["optim_func"]
-        if self.dataset is None and self.options.sample_batch is None:
-            missing.append("dataset (or sample_batch with batch_size)")
-        if missing:
+    @property
+    def has_data(self) -> bool:
+        """Whether there are samples to try a plan on."""
+        return self.dataset is not None or self.options.sample_batch is not None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process. A plan for another machine is made on the CPU."""
+        return choose_device("cpu" if self.options.spec is not None else self.options.device)
+
+    def constraints(
+        self, included: Iterable[object] | None, excluded: Iterable[str] | None, start: Strategy | None
+    ) -> SearchConstraints:
+        """Return the constraints of the search, checked, if there is what a search needs."""
+        needs = {"optim_func": self.optim_func is not None, "dataset (or sample_batch with batch_size)": self.has_data}
+        if missing := [name for name, there in needs.items() if not there]:
             raise ConfigError(
                 f"an automatic search needs {' and '.join(missing)}. Pass it, or give the plan: load_strategy=['parallel_mode', "
                 "('amp_native', 'bf16'), 'compile', 'fused_optimizer']."
             )
+        options, unwanted = self.options, frozenset(excluded or ())
+        if options.find_unused_parameters:
+            unwanted |= {"fsdp", "zero2"}  # it is a setting of DDP
+        return SearchConstraints(
+            time_limit=120.0 if options.time_limit is None else options.time_limit,
+            numerics=options.numerics,
+            memory_budget=options.memory_budget,
+            excluded=unwanted,
+            included=tuple(included or ()),
+            start=start,
+            plan_only=options.plan_only,
+            spec=options.spec,
+            strict=options.strict,
+            allow_batch_rounding=options.allow_batch_rounding,
+        )
 
-    def search(self, constraints: SearchConstraints) -> tuple[bool, AutoAccelerateResult | None, Strategy]:
+    def search(self, constraints: SearchConstraints) -> Outcome:
         """Find a plan and apply it."""
         from drivetrain.strategy.search.decision import plain_plan
         from drivetrain.strategy.search.find import find_plan
 
-        device, world, start = self._device(), self.world, constraints.start
+        device, world, start = self.device, self.world, constraints.start
         if start is not None and start.mesh is not None and mesh_size(start.mesh) != world:
             constraints = replace(constraints, start=start.rescale(world))
         report = print if self.options.verbose else None
@@ -349,14 +344,13 @@ class _Request:
         resolved = resolve_plan(plan, model=self.model, device=device, world=world)
         return self._applied(plan, resolved, self._plan_batch(resolved))
 
-    def fulfil(self, plan: Strategy) -> tuple[bool, AutoAccelerateResult | None, Strategy]:
+    def fulfil(self, plan: Strategy) -> Outcome:
         """Check, try and apply a plan."""
-        options, world = self.options, self.world
+        options, device, world = self.options, self.device, self.world
         rescaled: tuple[str, ...] = ()
         if plan.mesh is not None and mesh_size(plan.mesh) != world:
             plan = replace(plan.rescale(world), fingerprint=plan.fingerprint)
             rescaled = plan.reasons[-1:]
-        device = self._device()
         resolved = resolve_plan(plan, model=self.model, device=device, world=world, strict=options.strict)
         sharded = [name for name in ("fsdp", "zero2") if resolved.config(name) is not None]
         if options.find_unused_parameters and sharded:
@@ -378,13 +372,13 @@ class _Request:
             return True, None, plan
         outcome = self._dry_run(plan, device, batch)
         plan = replace(plan, reasons=(*plan.reasons, *outcome.notes))
-        if outcome.failure is not None:
-            return False, None, self._failed(plan, outcome.failure)
-        return self._applied(plan, resolved, batch)
+        if outcome.failure is None:
+            return self._applied(plan, resolved, batch)
+        if options.strict:
+            raise PlanInfeasible(f"the plan failed its trial ({outcome.failure.kind}): {outcome.failure.message}")
+        return False, None, replace(plan, failure=outcome.failure)
 
-    def _applied(
-        self, plan: Strategy, resolved: ResolvedPlan, batch: BatchSplit | None
-    ) -> tuple[bool, AutoAccelerateResult | None, Strategy]:
+    def _applied(self, plan: Strategy, resolved: ResolvedPlan, batch: BatchSplit | None) -> Outcome:
         """Apply a plan to the caller's own model."""
         make = None if self.dataset is None or batch is None else partial(self._make_loader, batch)
         ctx = self.task.shaped(self.model, resolved, batch, make)
@@ -397,16 +391,24 @@ class _Request:
         for reason in plan.reasons:
             if NOT_EXACT in reason and is_master():
                 warnings.warn(f"auto_accelerate: {reason}", DrivetrainWarning, stacklevel=2)
-        return True, self._result(ctx, batch), plan
-
-    def _device(self) -> torch.device:
-        is_elsewhere = _spec_of(self.options) is not None  # a preset or a DeviceSpec describes another machine
-        return choose_device("cpu" if is_elsewhere else self.options.device)
-
-    def _failed(self, plan: Strategy, failure: Failure) -> Strategy:
-        if self.options.strict:
-            raise PlanInfeasible(f"the plan failed its trial ({failure.kind}): {failure.message}")
-        return replace(plan, failure=failure)
+        items = dict(ctx.context.items())
+        result = AutoAccelerateResult(
+            model=ctx.model,
+            optim=ctx.optimizer,
+            dataloader=items["loader"],
+            loss_func=None if self.loss_func is None else ctx.stepping.loss,
+            prepare_input=ctx.prepared,
+            lr_scheduler=items["lr_scheduler"],
+            args={
+                "use_optim_backward": False,
+                "requires_set_gradient_accumulation_boundary": False,
+                "micro_batch_size": None if batch is None else batch.micro,
+                "gradient_accumulation": 1 if batch is None else batch.accumulation,
+                "context": ctx.context,
+                "notes": ctx.notes,
+            },
+        )
+        return True, result, plan
 
     def _global_size(self) -> int | None:
         """Return the number of samples in an update, as it was given; None where it is not known."""
@@ -432,8 +434,6 @@ class _Request:
         rounds = self.options.allow_batch_rounding
         return plan_batch(size, resolved.data_ranks, micro, accumulation, allow_rounding=rounds)
 
-    # Applying it.
-
     def _make_loader(self, batch: BatchSplit, ctx: Application) -> PlannedLoader:
         defaults = loaders.default_kwargs(ctx.device, self.dataset, 1)
         is_stream = isinstance(self.dataset, torch.utils.data.IterableDataset)
@@ -441,45 +441,19 @@ class _Request:
         arguments = {"pin_memory": defaults["pin_memory"], "num_workers": workers, **self.loader_args}
         return make_loader(self.dataset, arguments, batch, self.sampler_cls, self.options.sampler_seed)
 
-    def _result(self, ctx: Application, batch: BatchSplit | None) -> AutoAccelerateResult:
-        items = dict(ctx.context.items())
-        return AutoAccelerateResult(
-            model=ctx.model,
-            optim=ctx.optimizer,
-            dataloader=items["loader"],
-            loss_func=None if self.loss_func is None else ctx.stepping.loss,
-            prepare_input=ctx.prepared,
-            lr_scheduler=items["lr_scheduler"],
-            args={
-                "use_optim_backward": False,
-                "requires_set_gradient_accumulation_boundary": False,
-                "micro_batch_size": None if batch is None else batch.micro,
-                "gradient_accumulation": 1 if batch is None else batch.accumulation,
-                "context": ctx.context,
-                "notes": ctx.notes,
-            },
-        )
-
-    # Trying it.
-
     def _dry_run(self, plan: Strategy, device: torch.device, batch: BatchSplit | None) -> DryRunOutcome:
         if self.options.ignore_dryrun_on_load_strategy:
             return DryRunOutcome(notes=("dry run: skipped, because ignore_dryrun_on_load_strategy is set",))
-        has_data = self.dataset is not None or self.options.sample_batch is not None
-        needs = {"optim_func": self.optim_func is not None, "loss_func": self.loss_func is not None, "data": has_data}
-        missing = [name for name, there in needs.items() if not there]
-        if missing:
+        needs = {"optim_func": self.optim_func, "loss_func": self.loss_func, "data": self.has_data or None}
+        if missing := [name for name, given in needs.items() if given is None]:
             return DryRunOutcome(notes=(f"dry run: skipped, because there is no {' and no '.join(missing)}",))
         return verify_plan(plan, self.task, device=device, batch=batch)
 
     def _samples(self) -> object:
         """Return a few samples as a loader yields them, the same on all ranks; reading them disturbs no random state."""
         if self.dataset is not None:
-            random_state = capture_rng()
-            try:
+            with rng_kept():
                 return read_samples(self.dataset, self.loader_args.get("collate_fn"))
-            finally:
-                restore_rng(random_state)
         if not self.options.expand_sample_batch:
             return self.options.sample_batch
         from torch.utils._pytree import tree_map_only

@@ -30,7 +30,6 @@ from drivetrain.module.wrapping import is_fully_sharded, unwrap
 
 if TYPE_CHECKING:
     from drivetrain.train.hooks import TrainerHooks
-    from drivetrain.train.run import Run
 
 
 BatchOutput = dict[str, Any]
@@ -389,16 +388,6 @@ def check_generates(model: object, is_overridden: bool) -> None:
             f"generate=...: {type(own).__name__} has no method generate(inputs, ...). Define it, or override "
             "calculate_generation_batch(batch) of the Trainer."
         )
-
-
-@contextmanager
-def generating(run: "Run", arguments: Mapping[str, object] | None) -> Iterator[None]:
-    """Generate with these arguments inside the block."""
-    before, run.generate = run.generate, arguments
-    try:
-        yield
-    finally:
-        run.generate = before
 
 
 def generation_inputs(form: BatchForm, batch: object) -> CallArguments:

@@ -5,7 +5,7 @@ An evaluation interrupts training and must not affect it: modes, batch, events a
 
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.context.moving import move_to_device
-from drivetrain.core.containers import map_items
+from drivetrain.core.containers import leaves, map_items, same_tuple, with_attributes
 from drivetrain.core.engine import Engine
 from drivetrain.core.errors import BatchOutputError, ConfigError, DrivetrainWarning
 from drivetrain.core.event import Event
@@ -21,12 +21,11 @@ from drivetrain.core.time import Clock, TimeUnit
 from drivetrain.module.accumulation import Count
 from drivetrain.module.loss_items import without_empty
 from drivetrain.runtime.ranks import is_distributed
-from drivetrain.runtime.seeds import capture_rng, restore_rng
+from drivetrain.runtime.seeds import rng_kept
 from drivetrain.train import loaders
 from drivetrain.train.accelerator import TrainerRuntime
 from drivetrain.train.arguments import check_batch_output
-from drivetrain.train.batches import BatchOutput, _like, find_form, find_inputs, join_outputs, map_tensors
-from drivetrain.train.failures import explain_failure
+from drivetrain.train.batches import BatchOutput, _like, find_inputs, join_outputs, map_tensors
 from drivetrain.train.hooks import TrainerHooks
 from drivetrain.train.items import LossCounting
 from drivetrain.train.logbook import Logbook
@@ -43,52 +42,28 @@ def evaluation_mode(
 ) -> Iterator[None]:
     """Give an evaluation its own loss tracker and events. Restore modes, batch and random states, also after an error."""
     state, run = trainer.state, trainer.run
-    measures = run.measures
-    tracker, logged = measures.tracker, measures.logged
     training_data = (state.dataloader, state.dataloader_label, state.dataloader_len)
-    before = (state.batch, state.batch_output, state.outputs, state.loss, state.is_intermediate)
-    was_evaluating, generators = run.is_evaluating, capture_rng()
-    measures.tracker, measures.logged, run.is_evaluating = LossTracker(), {}, True
-    measures.eval_metrics.reset()
-    state.is_intermediate = is_intermediate
-    state.set_dataloader(loader, set_name or "eval")
-    try:
-        with (
-            own_events(trainer, Event.EVAL_AFTER_FORWARD),
-            restored_modes(state.model),
-            evaluating_optimizer(trainer.optimizer),
-        ):
+    step = {name: getattr(state, name) for name in ("batch", "batch_output", "outputs", "loss")}
+    with (
+        rng_kept(),
+        with_attributes(run, is_evaluating=True),
+        with_attributes(run.measures, tracker=LossTracker(), logged={}),
+        with_attributes(state, is_intermediate=is_intermediate, **step),
+        own_events(run.loss, Event.EVAL_AFTER_FORWARD),
+        restored_modes(state.model),
+        evaluating_optimizer(trainer.optimizer),
+    ):
+        run.measures.eval_metrics.reset()
+        state.set_dataloader(loader, set_name or "eval")
+        try:
             yield
-    finally:
-        measures.tracker, measures.logged, run.is_evaluating = tracker, logged, was_evaluating
-        state.batch, state.batch_output, state.outputs, state.loss, state.is_intermediate = before
-        state.set_dataloader(*training_data)
-        restore_rng(generators)
+        finally:
+            state.set_dataloader(*training_data)
 
 
-@contextmanager
-def report_errors(trainer: "Trainer", close: Callable[[BaseException], None]) -> Iterator[None]:
-    """Explain an error, notify every plugin, and release what it refers to."""
-    try:
-        yield
-    except BaseException as error:
-        explained = explain_failure(error, trainer.get_model(), trainer.loss_func, 0)
-        close(explained)
-        if explained is error:
-            raise
-        raise explained from error
-
-
-@contextmanager
-def own_events(trainer: TrainerHooks, after_forward: Event) -> Iterator[None]:
+def own_events(step: LossStep, after_forward: Event) -> AbstractContextManager[None]:
     """Make `forward` fire the event of this phase, and the loss fire none."""
-    step = trainer.run.loss
-    before = step.after_forward, step.before_loss
-    step.after_forward, step.before_loss = after_forward.value, False
-    try:
-        yield
-    finally:
-        step.after_forward, step.before_loss = before
+    return with_attributes(step, after_forward=after_forward.value, before_loss=False)
 
 
 @contextmanager
@@ -116,14 +91,9 @@ def evaluating_optimizer(optimizer: Any) -> Iterator[None]:
             optimizer.train()
 
 
-@contextmanager
-def discarded_history(logbook: Logbook) -> Iterator[None]:
+def discarded_history(logbook: Logbook) -> AbstractContextManager[None]:
     """Record into a temporary history that is discarded afterwards."""
-    history, logbook.history = logbook.history, InMemoryRunHistory()
-    try:
-        yield
-    finally:
-        logbook.history = history
+    return with_attributes(logbook, history=InMemoryRunHistory())
 
 
 class EvaluationLoop(TrainerHooks):
@@ -226,15 +196,16 @@ class EvaluationLoop(TrainerHooks):
     def _evaluate_if_due(self, is_due: Callable[[Clock], bool]) -> None:
         """Evaluate inside an epoch; where the epoch's last batch is done, its own evaluation comes next."""
         plan, clock = self.run.evaluation, self.state.clock
-        if is_due(clock):
-            if clock.batch_in_epoch == self.run.data.batches_per_epoch:
-                plan.after_epoch = True
-            else:
-                plan.unfinished = "evaluation"
-                self.evaluate_between_steps()
-                if not plan.was_cut:
-                    plan.unfinished = ""
-                self._handle_requests()
+        if not is_due(clock):
+            return
+        if clock.batch_in_epoch == self.run.data.batches_per_epoch:
+            plan.after_epoch = True
+            return
+        plan.unfinished = "evaluation"
+        self.evaluate_between_steps()
+        if not plan.was_cut:
+            plan.unfinished = ""
+        self._handle_requests()
 
     def _handle_requests(self) -> None:
         """Act on a stop or a signal of any rank, outside a step."""
@@ -248,11 +219,6 @@ class EvaluationLoop(TrainerHooks):
         if self.evaluates_inside_epochs and isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             self._step_plateau(inside_epoch=True)
         self.run.agreement.call(partial(self.engine.call, "on_intermediate_evaluation_end"))
-
-    def _run_sanity_evaluation(self, batches: int) -> None:
-        """Evaluate a few batches before training, so that a mistake there shows in seconds; nothing is recorded."""
-        with discarded_history(self.logbook), self.run.evaluation.state.kept():
-            self._run_eval_epoch(loaders.limit(self._eval_dataloader, batches), is_intermediate=True)
 
     def _evaluation_is_due(self, at_end: bool) -> bool:
         """Return whether to evaluate after this epoch: when its interval is due, and at the end of the run."""
@@ -317,13 +283,6 @@ class EvaluationLoop(TrainerHooks):
             return f"intermediate_eval_{name}"
         return f"{prefix}_{name}" if prefix == "evaluation" else f"{prefix}_{name}_epoch"
 
-    def _step_epoch_scheduler(self) -> None:
-        """Step a scheduler that counts epochs; one that watches a metric gets it."""
-        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            self._step_plateau()
-        elif self.scheduler is not None:
-            self.scheduler_step()
-
     def _step_plateau(self, inside_epoch: bool = False) -> None:
         """Step a scheduler that watches a metric, if there is a new value of it."""
         watch = self.run.evaluation.plateau
@@ -346,8 +305,10 @@ def run_prediction(
     state, fire, parts = trainer.state, trainer.run.fire, []
     move = loaders.mover(trainer.device, loader)
     with (
-        own_events(trainer, Event.PREDICT_AFTER_FORWARD),
-        _without_targets(trainer.run.loss),
+        own_events(trainer.run.loss, Event.PREDICT_AFTER_FORWARD),
+        with_attributes(
+            trainer.run.loss, find_form=find_inputs, form=None, form_type=None, own_loss=None
+        ),  # no targets
         restored_modes(trainer.model),
         evaluating_optimizer(trainer.optimizer),
     ):
@@ -376,22 +337,12 @@ def run_prediction(
     return _join(parts, padding_value)
 
 
-@contextmanager
-def _without_targets(step: LossStep) -> Iterator[None]:
-    """Take batches without targets, which predictions do not need."""
-    step.find_form, step.form = find_inputs, None
-    try:
-        yield
-    finally:
-        step.find_form, step.form = find_form, None
-
-
 def _in_dataset_order(runtime: TrainerRuntime, loader: object, rows: object) -> object:
     """Join this batch's outputs of all data ranks: a global batch is contiguous, rank after rank, so joining keeps the order."""
     if not is_distributed():
         return rows
     own = map_tensors(lambda leaf: leaf[:0], rows) if loaders.is_padding(loader) else rows
-    shapes = of_data_ranks([tuple(leaf.shape) for leaf in _leaves(own)])
+    shapes = of_data_ranks([tuple(leaf.shape) for leaf in leaves(own, Tensor)])
     if all(shape[1:] == first[1:] for of_rank in shapes for shape, first in zip(of_rank, shapes[0])):
         return runtime.gather(own)
     # Rows of different shapes travel padded to the largest, and are cut to their own shapes afterwards.
@@ -400,13 +351,6 @@ def _in_dataset_order(runtime: TrainerRuntime, loader: object, rows: object) -> 
     gathered = runtime.gather(map_tensors(lambda leaf: _padded(leaf, next(sizes), 0), own))
     of_leaves = iter(list(zip(*shapes)))
     return map_tensors(lambda leaf: _cut(leaf, next(of_leaves)), gathered)
-
-
-def _leaves(value: object) -> list[Tensor]:
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else None
-    if values is None:
-        return [value] if isinstance(value, Tensor) else []
-    return [leaf for item in values for leaf in _leaves(item)]
 
 
 def _padded(rows: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
@@ -452,7 +396,7 @@ def _join(parts: list[Any], padding_value: float | None = None, place: str = "th
         return joined if type(first) is dict else _like(first, joined)
     if isinstance(first, list | tuple):
         items = [_join(list(column), padding_value, f"{place}[{k}]") for k, column in enumerate(zip(*parts))]
-        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+        return same_tuple(first, items) if isinstance(first, tuple) else type(first)(items)
     if all(part is first or part == first for part in parts[1:]):
         return first
     warnings.warn(

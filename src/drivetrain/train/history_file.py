@@ -12,7 +12,9 @@ all are floats. Values that are not numbers are in the header, and their tensors
 """
 
 import bisect
+import copy
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -68,14 +70,10 @@ class Series:
 
     def append(self, value: object, epoch: int, step: int) -> None:
         """Append a value. A numpy number becomes a Python number."""
-        if type(value) is float:
-            self.numbers.append(value)
-            if self.kinds is not None:
-                self.kinds.append(FLOAT)
-        else:
-            self.numbers.append(0.0)
-            if self.kinds is not None:
-                self.kinds.append(FLOAT)
+        self.numbers.append(value if type(value) is float else 0.0)
+        if self.kinds is not None:
+            self.kinds.append(FLOAT)
+        if type(value) is not float:
             self.put(len(self.numbers) - 1, value)
         self.steps.append(step)
         if not self.epochs or self.epochs[-1][1] != epoch:
@@ -133,9 +131,7 @@ class Series:
     def copy(self) -> "Series":
         """Return an independent copy."""
         copied = Series()
-        copied.numbers, copied.steps = self.numbers[:], self.steps[:]
-        copied.kinds = None if self.kinds is None else self.kinds[:]
-        copied.objects, copied.epochs = dict(self.objects), list(self.epochs)
+        vars(copied).update({name: copy.copy(value) for name, value in vars(self).items()})
         return copied
 
     def _mark(self, position: int, kind: int) -> None:
@@ -174,9 +170,8 @@ class Reference:
             or type(state.get("size")) is not int
             or not isinstance(state.get("sha256"), str)
         ):
-            raise CheckpointError(
-                f"history: {state!r} does not refer to a history file. Expected name, size and sha256."
-            )
+            message = f"history: {state!r} does not refer to a history file. Expected name, size and sha256."
+            raise CheckpointError(message)
         return cls(state["name"], state["size"], state["sha256"])
 
 
@@ -205,9 +200,8 @@ class HistoryFile:
         """Encode what is not in the file yet, and return the reference to all of it."""
         with self._lock:
             if self._digest is not None and not self._is_whole():
-                logger.warning(
-                    "%s was truncated since it was written; a new file is started.", self.folder / str(self.name)
-                )
+                path = self.folder / str(self.name)
+                logger.warning("%s was truncated since it was written; a new file is started.", path)
                 self._start_over()
             if self._digest is None:
                 self._open()
@@ -245,33 +239,25 @@ class HistoryFile:
 
     def _open(self) -> None:
         """Find the file and its end; one that cannot be continued is left alone, and another is started."""
-        number = 0
-        while True:
-            name = f"history-{number}.bin" if number else "history.bin"
-            path, number = self.folder / name, number + 1
-            if self.name is not None and self.name != name:
-                continue  # this history is in another file
+        numbered = (f"history-{number}.bin" if number else "history.bin" for number in itertools.count())
+        for name in itertools.chain([] if self.name is None else [self.name], numbered):
+            path = self.folder / name
             if not path.exists() and not path.is_symlink():
-                self._begin(name)
+                self.name, self.after, self.counts = name, 0, {}
+                self._digest, self._waiting = hashlib.sha256(MAGIC), [MAGIC]
+                self._end, self._written = len(MAGIC), 0
                 return
-            digest = _whole_digest(path)
-            if digest is not None:
+            if (digest := _whole_digest(path)) is not None:
                 self._end = self._written = path.stat().st_size
                 self.name, self._digest = name, digest
                 return
-            if self.name is not None:  # its end was cut short while it was written
-                self.name, self.after, self.counts, number = None, 0, {}, 0
-
-    def _begin(self, name: str) -> None:
-        self.name, self.after, self.counts = name, 0, {}
-        self._digest, self._waiting = hashlib.sha256(MAGIC), [MAGIC]
-        self._end, self._written = len(MAGIC), 0
+            if name == self.name:  # its end was cut short while it was written
+                self._start_over()
 
     def _is_whole(self) -> bool:
         """Return whether the file still has what was written to it."""
-        assert self.name is not None
         try:
-            return os.lstat(self.folder / self.name).st_size >= self._written
+            return os.lstat(self.folder / str(self.name)).st_size >= self._written
         except FileNotFoundError:
             return self._written == 0
 
@@ -391,19 +377,15 @@ def _apply(header: StateDict, data: bytes, series: dict[str, Series]) -> None:
         values.steps.extend(_from_bytes("q", data[at : at + 8 * count]))
         values.numbers.extend(_from_bytes("d", data[at + 8 * count : at + 16 * count]))
         at += 16 * count
-        if has_kinds:
-            values.kinds = values.kinds if values.kinds is not None else bytearray(start)
-            values.kinds += data[at : at + count]
-            at += count
-        elif values.kinds is not None:
-            values.kinds += bytes(count)
+        kinds = data[at : at + count] if has_kinds else b""
+        at += len(kinds)
+        if has_kinds or values.kinds is not None:
+            values.kinds = bytearray(start) if values.kinds is None else values.kinds
+            values.kinds += kinds or bytes(count)
+        values.objects.update({start + k: objects[f"{index}:{k}"] for k, kind in enumerate(kinds) if kind == OBJECT})
         for begin, epoch in epochs:
             if not values.epochs or values.epochs[-1][1] != epoch:
                 values.epochs.append((start + begin, epoch))
-        if has_kinds and values.kinds is not None:
-            for position in range(start, start + count):
-                if values.kinds[position] == OBJECT:
-                    values.objects[position] = objects[f"{index}:{position - start}"]
 
 
 def _whole_digest(path: Path) -> "hashlib._Hash | None":

@@ -9,14 +9,13 @@ import os
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from drivetrain.context.moving import move_to_device
-from drivetrain.context.state import State
 from drivetrain.core.arguments import naming
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.core.types import Settings
@@ -42,7 +41,8 @@ from drivetrain.train.settings import TrainSettings
 
 if TYPE_CHECKING:
     from drivetrain.train.accelerator import TrainerRuntime
-    from drivetrain.train.run import Run, SharedParts
+    from drivetrain.train.loop import TrainerLoop
+    from drivetrain.train.run import SharedParts
     from drivetrain.train.trainer import Trainer
 
 
@@ -439,19 +439,11 @@ class DataLoaderSlice:
 # Around each batch it takes, this adds the move to the device, the accumulation window, counting, checkpoints, evaluation, limits, signals.
 
 
-class OwnLoopCalls(NamedTuple):
-    """What the Trainer does around the batches of such a loop."""
-
-    begin: Callable[[], None]
-    batches: Callable[[Iterable[object]], Iterator[tuple[object, bool]]]
-    finish: Callable[[bool], bool]
-
-
 class OwnLoop:
     """A loader whose batches are counted as they are taken. Everything else is delegated to the loader."""
 
-    def __init__(self, run: "Run", state: State, loader: Any, calls: OwnLoopCalls):
-        self._run, self._state, self.loader, self._calls = run, state, loader, calls
+    def __init__(self, trainer: "TrainerLoop", loader: Any):
+        self._trainer, self.loader = trainer, loader
         self._steps: Generator[object, None, None] | None = None
         self._in_step = False
         self.ended = False
@@ -477,10 +469,10 @@ class OwnLoop:
             self._finish()
 
     def _take(self) -> Generator[object, None, None]:
-        run, state = self._run, self._state
+        run, state = self._trainer.run, self._trainer.state
         clock, stepper = state.clock, run.stepper
-        self._calls.begin()
-        for state.batch, last in self._calls.batches(self.loader):
+        self._trainer._go_on_inside_epoch()
+        for state.batch, last in self._trainer._batches(self.loader):
             run.inside_step = self._in_step = True
             state.batch_output = None
             if not stepper.is_simple:
@@ -492,9 +484,9 @@ class OwnLoop:
             clock.next_epoch()
 
     def _finish(self) -> bool:
-        self._in_step, stepper = False, self._run.stepper
+        self._in_step, stepper = False, self._trainer.run.stepper
         closes = stepper.window.closes
         if closes and not stepper.is_simple:
             stepper.end()
-        self.ended = self._calls.finish(closes)
+        self.ended = self._trainer._finish_batch(closes)
         return self.ended

@@ -5,15 +5,15 @@ else. `drivetrain.core.event.Event` draws the same loop with its events.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from drivetrain.core.containers import with_attributes
 from drivetrain.core.errors import StopTrainingError, TrainingStopped
 from drivetrain.core.event import Event
-from drivetrain.core.time import Clock
 from drivetrain.module.accumulation import Count
 from drivetrain.runtime.workers import report_failure
 from drivetrain.train import loaders, resuming
@@ -21,10 +21,10 @@ from drivetrain.train.accelerator import overrides_runtime
 from drivetrain.train.agreement import STOP
 from drivetrain.train.arguments import check_batch_output, check_loss, warn_of_sample_weights
 from drivetrain.train.batches import BatchOutput, batch_size_of, join_batch_outputs, split_batch
-from drivetrain.train.evaluation import EvaluationLoop
+from drivetrain.train.evaluation import EvaluationLoop, discarded_history
 from drivetrain.train.failures import explain_failure
 from drivetrain.train.items import Part, items_of
-from drivetrain.train.loaders import OwnLoop, OwnLoopCalls
+from drivetrain.train.loaders import OwnLoop
 
 
 class StepCalls(NamedTuple):
@@ -47,7 +47,7 @@ class TrainerLoop(EvaluationLoop):
     """Runs the loop of a Trainer."""
 
     last_grad_norm: Tensor | None
-    _calls: StepCalls | None = None  # of the epoch under way; they hold the trainer, so they are not kept
+    _calls: StepCalls  # of the current epoch; they refer to the trainer, so they are deleted at its end
 
     # ------------------------------------------------------------------ the training run
 
@@ -55,14 +55,15 @@ class TrainerLoop(EvaluationLoop):
         """Run epochs until a limit, a stop or an error; always end in good order."""
         run, state, agreement = self.run, self.state, self.run.agreement
         settings = run.require_settings()
-        try:
-            run.is_running = True
+        with with_attributes(run, is_running=True), self._reporting_errors():
             try:
                 self.training_run_start()
                 run.fire.fit_start()
                 self._prepare_loop()
                 if settings.sanity_eval_batches and run.data.evaluation is not None:
-                    self._run_sanity_evaluation(settings.sanity_eval_batches)
+                    with discarded_history(self.logbook), run.evaluation.state.kept():
+                        few = loaders.limit(run.data.evaluation, settings.sanity_eval_batches)
+                        self._run_eval_epoch(few, is_intermediate=True)  # a mistake there shows in seconds
                 self._handle_requests()
                 if run.evaluation.unfinished == "epoch":  # the run was stopped during the evaluation at an epoch's end
                     resuming.apply_restored_rng(run.restored)
@@ -81,15 +82,6 @@ class TrainerLoop(EvaluationLoop):
             run.fire.fit_end()
             resuming.finish(run, state, self.logbook)
             run.fire = self.engine.on
-        except BaseException as error:
-            run.inside_step = False
-            explained = explain_failure(error, self.get_model(), self.loss_func, self._index_of_failure())
-            self._close_after(explained)
-            if explained is error:
-                raise
-            raise explained from error
-        finally:
-            run.is_running = False
         if isinstance(agreement.stop, TrainingStopped):
             raise agreement.stop
         if agreement.stop is not None:
@@ -123,7 +115,10 @@ class TrainerLoop(EvaluationLoop):
                 self._handle_requests()
         plan.unfinished = ""
         if run.require_settings().scheduler_interval == "epoch":
-            self._step_epoch_scheduler()
+            if isinstance(self.scheduler, ReduceLROnPlateau):
+                self._step_plateau()
+            elif self.scheduler is not None:
+                self.scheduler_step()
         run.agreement.call(self.training_run_epoch_end)
         run.fire.epoch_checkpoint()
         self.run_history._increment_epoch()
@@ -135,15 +130,14 @@ class TrainerLoop(EvaluationLoop):
     def _train_once_over_the_data(self) -> bool:
         """Run a training epoch, which a subclass may write out itself; True means that a limit or a stop ended the run."""
         run, clock = self.run, self.state.clock
-        calls = OwnLoopCalls(self._go_on_inside_epoch, self._batches, self._finish_batch)
-        own_loop = OwnLoop(run, self.state, self._train_dataloader, calls)
+        own_loop = OwnLoop(self, self._train_dataloader)
         epoch, run.epoch_is_recorded = clock.epoch, False
         self._calls = self._choose_calls()
         try:
             ended = bool(self._run_train_epoch(own_loop)) or own_loop.ended
             own_loop.close()
         finally:
-            self._calls = None
+            del self._calls
         if clock.epoch == epoch and not ended:
             clock.next_epoch()
         if not run.epoch_is_recorded:
@@ -193,7 +187,7 @@ class TrainerLoop(EvaluationLoop):
         plan = self.run.evaluation
         resuming.apply_restored_rng(self.run.restored)
         if plan.unfinished == "evaluation":
-            self._evaluate_if_due(partial(_answer, True))
+            self._evaluate_if_due(lambda clock: True)
         elif plan.interval is not None and self.state.clock.batch_in_epoch:
             self._evaluate_if_due(plan.interval.due)
 
@@ -277,7 +271,6 @@ class TrainerLoop(EvaluationLoop):
             loss = state.loss
             state.batch_output = output = {**output, "loss": loss}
         size: int = 0 if is_padding else output["batch_size"]
-        assert self._calls is not None
         track = self._calls.track or run.measures.tracker.update
         track(loss, output.get("num_items", size) if size else 0)
         if run.measures.has_train_metrics and size:
@@ -301,7 +294,6 @@ class TrainerLoop(EvaluationLoop):
 
     def _backward(self, output: BatchOutput) -> None:
         run, calls, loss = self.run, self._calls, self.state.loss
-        assert calls is not None
         run.fire.before_backward()
         if run.loss.is_first:
             check_loss(loss, self)
@@ -330,7 +322,6 @@ class TrainerLoop(EvaluationLoop):
     def _update(self) -> None:
         """Gradients are complete: finish, clip, test, step, schedule, clear."""
         run, calls = self.run, self._calls
-        assert calls is not None
         fire, stepper = run.fire, run.stepper
         guard = stepper.guard
         if not stepper.is_simple:
@@ -398,7 +389,8 @@ class TrainerLoop(EvaluationLoop):
         if is_due is not None and plan.interval is None and agreement.vote is not None:
             # The answer of a user's function is about this batch, so that of all ranks is waited for.
             request = agreement.request(yes=is_due(clock))
-            is_due = partial(_answer, agreement.vote.says_yes)
+            answer = agreement.vote.says_yes
+            is_due = lambda clock: answer
         else:
             request = agreement.after_batch()
         is_open = bool(window.count) and run.units is None
@@ -455,21 +447,24 @@ class TrainerLoop(EvaluationLoop):
         assert self.run.checkpoints is not None
         resuming.handle_signal(request, agreement.signals, self.run.checkpoints)
 
-    def _index_of_failure(self) -> int:
-        """Return the number of the current batch, from 0, in the whole run."""
-        return 0 if self.run.loss.is_first else self.state.clock.batch
-
-    def _close_after(self, error: BaseException) -> None:
-        """Report an error to every plugin, which then closes what it holds."""
-        run, signals = self.run, self.run.agreement.signals
-        run.agreement.vote, run.fire, self.model = None, self.engine.on, self.get_model()
-        self.callback_handler.call_event("on_exception", self, exception=error)
-        self.engine.close_plugins()
-        if run.checkpoints is not None:
-            run.checkpoints.settle()
-        if run.is_running:
-            report_failure(error, lambda: signals.requested is not None)
-
-
-def _answer(answer: bool, _: Clock) -> bool:
-    return answer
+    @contextmanager
+    def _reporting_errors(self) -> Iterator[None]:
+        """Explain an error and report it to every plugin, which then closes what it holds."""
+        run = self.run
+        try:
+            yield
+        except BaseException as error:
+            run.inside_step = False
+            batch = self.state.clock.batch if run.is_running and not run.loss.is_first else 0
+            explained = explain_failure(error, self.get_model(), self.loss_func, batch)
+            run.agreement.vote, run.fire, self.model = None, self.engine.on, self.get_model()
+            self.callback_handler.call_event("on_exception", self, exception=explained)
+            self.engine.close_plugins()
+            if run.checkpoints is not None:
+                run.checkpoints.settle()
+            if run.is_running:
+                signals = run.agreement.signals
+                report_failure(explained, lambda: signals.requested is not None)
+            if explained is error:
+                raise
+            raise explained from error

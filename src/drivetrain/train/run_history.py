@@ -8,8 +8,8 @@ import copy
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from numbers import Real
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
+from drivetrain.core.containers import with_attributes
 from drivetrain.core.errors import DrivetrainWarning, MissingExtra, unknown_name
 from drivetrain.core.time import Clock
 from drivetrain.core.types import StateDict
@@ -29,6 +30,12 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 
+WIDTH = 80
+"""Columns of a printed history."""
+ROWS_AT_START, ROWS_AT_END = 3, 7
+"""How many rows of a long history are printed."""
+_PHASES = ("train_", "eval_", "intermediate_eval_", "evaluation_")
+_NOTHING = Series()
 Moment = tuple[int, int]
 """When a value was recorded: the epoch, and the number of batches trained on until then, in all runs that the history holds."""
 
@@ -115,19 +122,74 @@ class RunHistory(ABC):
         """Return a copy that later runs do not change. A class that does not define this returns itself."""
         return self
 
+    # ------------------------------------------------------------------ views: a table, a DataFrame, a picture
+
     def to_dataframe(self) -> "DataFrame":
         """Return a pandas DataFrame: a row per moment, with its epoch and step, and a column per metric."""
-
-        return to_dataframe(self)
+        try:
+            import pandas
+        except ImportError as error:
+            raise MissingExtra("pandas", None, "history.to_dataframe()") from error
+        rows = [{name: _plain(value) for name, value in row.items()} for row in self._rows()]
+        return pandas.DataFrame(rows, columns=["epoch", "step", *self.get_metric_names()])
 
     def plot(self, metric_names: Iterable[str] | None = None, path: str | None = None) -> "Figure":
         """Draw metrics over steps with matplotlib, training and evaluation in one plot. With a path, save it as PNG."""
-
-        return plot(self, metric_names, path)
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise MissingExtra("matplotlib", "demo", "history.plot()") from error
+        recorded, quantities = list(self.get_metric_names()), dict[str, list[str]]()
+        for name in recorded if metric_names is None else metric_names:
+            if name not in recorded:
+                raise ValueError(unknown_name("metric", name, recorded or ["none recorded yet"], where="run history"))
+            quantities.setdefault(_quantity(name), []).append(name)
+        figure = Figure(figsize=(7, 3 * max(1, len(quantities))), layout="constrained")
+        if not quantities:
+            return figure
+        for axes, (quantity, members) in zip(figure.subplots(len(quantities), squeeze=False).flat, quantities.items()):
+            for name in members:
+                values = [_plain(value) for value in self.get_metric_values(name)]
+                axes.plot(self.get_metric_steps(name), values, marker="." if len(values) < 50 else None, label=name)
+            axes.set(xlabel="step (batches)", ylabel=quantity)
+            axes.legend()
+        if path is not None:
+            figure.savefig(path, dpi=120)
+        return figure
 
     def __repr__(self) -> str:
+        """Return a table that fits a terminal: a row per moment, with the middle of a long history omitted."""
+        shown: list[dict[str, object] | None] = [*self._rows()]
+        hidden, title = len(shown) - ROWS_AT_START - ROWS_AT_END, type(self).__name__
+        if not shown:
+            return f"{title}: nothing recorded yet"
+        if hidden > 1:
+            title += f": {len(shown)} rows, {hidden} not shown"
+            shown[ROWS_AT_START:-ROWS_AT_END] = [None]
+        columns, width, left_out = [], 0, list[str]()
+        names = sorted(self.get_metric_names(), key=lambda metric: "intermediate_eval_" in metric)  # epochs first
+        for index, name in enumerate(["epoch", "step", *names]):
+            cells = [name, *("…" if row is None else format_metric(row.get(name, "")) for row in shown)]
+            width += max(map(len, cells)) + 2
+            if index > 2 and width > WIDTH:
+                left_out = names[index - 2 :]
+                break
+            columns.append([cell.rjust(max(map(len, cells))) for cell in cells])
+        lines = [title, *("  ".join(cells).rstrip() for cells in zip(*columns))]
+        if left_out:
+            lines.append(f"and {len(left_out)} more: {', '.join(left_out)}")
+        return "\n".join(lines)
 
-        return as_table(self)
+    def _rows(self) -> list[dict[str, object]]:
+        """Return what was recorded, by moment; a metric recorded twice at one moment gets a second row."""
+        table: dict[tuple[int, int, int], dict[str, object]] = {}
+        for name in self.get_metric_names():
+            seen: Counter[Moment] = Counter()
+            for moment, value in zip(self._moments(name), self.get_metric_values(name)):
+                row = table.setdefault((*moment, seen[moment]), {"epoch": moment[0], "step": moment[1]})
+                row[name] = value
+                seen[moment] += 1
+        return [table[key] for key in sorted(table)]
 
 
 class InMemoryRunHistory(RunHistory):
@@ -148,7 +210,9 @@ class InMemoryRunHistory(RunHistory):
         self._prefix = ""
         self._clock: Clock | None = None
         self._batches_before = 0  # of runs before this one
-        self._forget_files()
+        self._files: dict[Path, HistoryFile] = {}
+        self._reference: Reference | None = None  # what a checkpoint that is being saved says about the values
+        self._folder: Path | None = None  # where the checkpoint that is being loaded is
         self._buffer: DeviceBuffer | None = None
         self._unread: list[tuple[Series, int, BufferSlot, torch.dtype]] = []
         self._on_the_way: tuple[list[tuple[Series, int, BufferSlot, torch.dtype]], Arrival] | None = None
@@ -160,26 +224,21 @@ class InMemoryRunHistory(RunHistory):
     def get_metric_values(self, metric_name: str) -> list[Any]:
         """Return all values of a metric, oldest first; empty for an unknown name. Waits for values on a device."""
         self._read(wait=True)
-        series = self._series.get(metric_name)
-        return [] if series is None else series.values()
+        return self._series.get(metric_name, _NOTHING).values()
 
     def get_latest_metric(self, metric_name: str) -> Any:
         """Return the last value of a metric. Waits for values on a device."""
         self._read(wait=True)
         series = self._series.get(metric_name)
         if series is None:
-            raise ValueError(
-                unknown_name(
-                    "metric", metric_name, self.get_metric_names() or ["none recorded yet"], where="run history"
-                )
-            )
+            names = self.get_metric_names() or ["none recorded yet"]
+            raise ValueError(unknown_name("metric", metric_name, names, where="run history"))
         return series.value(len(series) - 1)
 
     def update_metric(self, metric_name: str, metric_value: object) -> None:
         """Record a value under the prefixed name. This does not wait for a device."""
         name = f"{self._prefix}{metric_name}"
-        series = self._series.get(name)
-        if series is None:
+        if (series := self._series.get(name)) is None:
             series = self._series[name] = Series()
         step = self._batches_before + (0 if self._clock is None else self._clock.batch)
         if isinstance(metric_value, Tensor) and _is_device_number(metric_value):
@@ -197,19 +256,16 @@ class InMemoryRunHistory(RunHistory):
         self._prefix = prefix
 
     def delete_metric(self, metric_name: str) -> None:
-        """Remove a metric and all its values."""
         if metric_name not in self._series:
             raise KeyError(unknown_name("metric", metric_name, self.get_metric_names(), where="run history"))
         del self._series[metric_name]
 
     @property
     def metric_name_prefix(self) -> str:
-        """The prefix of recorded names."""
         return self._prefix
 
     @property
     def current_epoch(self) -> int:
-        """The epoch in progress, counted from 1."""
         return self._current_epoch
 
     def _increment_epoch(self) -> None:
@@ -219,22 +275,14 @@ class InMemoryRunHistory(RunHistory):
         self._current_epoch = epoch
 
     def reset(self) -> None:
-        """Remove all values and return to the first epoch."""
         self._current_epoch = 1
         self._series, self._batches_before = {}, 0
 
-    def get_metric_steps(self, metric_name: str) -> list[int]:
-        """Return for each value of a metric the number of batches trained on when it was recorded."""
-        series = self._series.get(metric_name)
-        return [] if series is None else series.steps.tolist()
-
     def _moments(self, metric_name: str) -> list[Moment]:
-        series = self._series.get(metric_name)
-        return [] if series is None else series.moments()
+        return self._series.get(metric_name, _NOTHING).moments()
 
     def _num_values(self, metric_name: str) -> int:
-        series = self._series.get(metric_name)
-        return 0 if series is None else len(series)
+        return len(self._series.get(metric_name, _NOTHING))
 
     def _follow(self, clock: Clock, starts_over: bool = False) -> None:
         self._clock = clock
@@ -283,11 +331,6 @@ class InMemoryRunHistory(RunHistory):
 
     # ------------------------------------------------------------------ the file next to the checkpoints
 
-    def _forget_files(self) -> None:
-        self._files: dict[Path, HistoryFile] = {}
-        self._reference: Reference | None = None  # what a checkpoint that is being saved says about the values
-        self._folder: Path | None = None  # where the checkpoint that is being loaded is
-
     def prepare_side_file(self, folder: Path) -> tuple[Reference, Callable[[], None]]:
         """Return the reference for a checkpoint in this folder, and a function that writes the values before the checkpoint
         becomes valid.
@@ -296,23 +339,13 @@ class InMemoryRunHistory(RunHistory):
         file = self._files.setdefault(folder.absolute(), HistoryFile(folder.absolute()))
         return file.prepare(self._series), file.commit
 
-    @contextmanager
-    def referring_to(self, reference: Reference) -> Iterator[None]:
+    def referring_to(self, reference: Reference) -> AbstractContextManager[None]:
         """Make `state_dict` return a reference instead of values."""
-        self._reference = reference
-        try:
-            yield
-        finally:
-            self._reference = None
+        return with_attributes(self, _reference=reference)
 
-    @contextmanager
-    def reading_from(self, folder: Path) -> Iterator[None]:
+    def reading_from(self, folder: Path) -> AbstractContextManager[None]:
         """Make `load_state_dict` look for the file that a checkpoint in this folder refers to."""
-        self._folder = folder.absolute()
-        try:
-            yield
-        finally:
-            self._folder = None
+        return with_attributes(self, _folder=folder.absolute())
 
     def _referred(self, reference: Reference) -> dict[str, Series]:
         folder = self._folder
@@ -368,13 +401,6 @@ def _series_of(values: Mapping[str, list[object]], moments: Mapping[str, list[Mo
     return found
 
 
-# ---------------------------------------------------------------------- views: a table, a DataFrame, a picture
-
-WIDTH = 80
-ROWS_AT_START, ROWS_AT_END = 3, 7
-_PHASES = ("train_", "eval_", "intermediate_eval_", "evaluation_")
-
-
 def format_metric(value: object) -> str:
     """Return a value in readable form: six significant digits, whole numbers in full.
 
@@ -386,90 +412,6 @@ def format_metric(value: object) -> str:
         return str(value)
     number = float(value)
     return f"{number:.0f}" if 1e6 <= abs(number) < 1e15 else f"{number:.6g}"
-
-
-def as_table(history: "RunHistory") -> str:
-    """Return a table that fits a terminal: a row per moment, with the middle of a long history omitted."""
-    rows, name = _rows(history), type(history).__name__
-    if not rows:
-        return f"{name}: nothing recorded yet"
-    names = sorted(history.get_metric_names(), key=lambda metric: "intermediate_eval_" in metric)  # epochs first
-    if len(rows) > ROWS_AT_START + 1 + ROWS_AT_END:
-        hidden = len(rows) - ROWS_AT_START - ROWS_AT_END
-        shown = [*rows[:ROWS_AT_START], None, *rows[-ROWS_AT_END:]]
-        title = f"{name}: {len(rows)} rows, {hidden} not shown"
-    else:
-        shown, title = list(rows), name
-    columns = [_column(key, [None if row is None else row[key] for row in shown]) for key in ("epoch", "step")]
-    width, left_out = sum(len(column[0]) + 2 for column in columns), 0
-    for index, metric in enumerate(names):
-        column = _column(metric, [None if row is None else row.get(metric, "") for row in shown])
-        width += len(column[0]) + 2
-        if index and width > WIDTH:
-            left_out = len(names) - index
-            break
-        columns.append(column)
-    lines = [title, *("  ".join(cells).rstrip() for cells in zip(*columns))]
-    if left_out:
-        lines.append(f"and {left_out} more: {', '.join(names[-left_out:])}")
-    return "\n".join(lines)
-
-
-def to_dataframe(history: "RunHistory") -> "DataFrame":
-    """Return the history as a DataFrame with the columns epoch, step and one per metric."""
-    try:
-        import pandas
-    except ImportError as error:
-        raise MissingExtra("pandas", None, "history.to_dataframe()") from error
-    rows = [{name: _plain(value) for name, value in row.items()} for row in _rows(history)]
-    return pandas.DataFrame(rows, columns=["epoch", "step", *history.get_metric_names()])
-
-
-def plot(history: "RunHistory", metric_names: Iterable[str] | None = None, path: str | None = None) -> "Figure":
-    """Return a matplotlib figure with one plot for each quantity, such as the loss in training and in evaluation."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra("matplotlib", "demo", "history.plot()") from error
-    recorded = list(history.get_metric_names())
-    names = recorded if metric_names is None else list(metric_names)
-    for name in names:
-        if name not in recorded:
-            raise ValueError(unknown_name("metric", name, recorded or ["none recorded yet"], where="run history"))
-    quantities: dict[str, list[str]] = {}
-    for name in names:
-        quantities.setdefault(_quantity(name), []).append(name)
-    figure = Figure(figsize=(7, 3 * max(1, len(quantities))), layout="constrained")
-    if not quantities:
-        return figure
-    for axes, (quantity, members) in zip(figure.subplots(len(quantities), squeeze=False).flat, quantities.items()):
-        for name in members:
-            values = [_plain(value) for value in history.get_metric_values(name)]
-            axes.plot(history.get_metric_steps(name), values, marker="." if len(values) < 50 else None, label=name)
-        axes.set(xlabel="step (batches)", ylabel=quantity)
-        axes.legend()
-    if path is not None:
-        figure.savefig(path, dpi=120)
-    return figure
-
-
-def _rows(history: "RunHistory") -> list[dict[str, object]]:
-    """Return what was recorded, by moment; a metric recorded twice at one moment gets a second row."""
-    table: dict[tuple[int, int, int], dict[str, object]] = {}
-    for name in history.get_metric_names():
-        seen: Counter[tuple[int, int]] = Counter()
-        for moment, value in zip(history._moments(name), history.get_metric_values(name)):
-            row = table.setdefault((*moment, seen[moment]), {"epoch": moment[0], "step": moment[1]})
-            row[name] = value
-            seen[moment] += 1
-    return [table[key] for key in sorted(table)]
-
-
-def _column(title: str, values: list[object]) -> list[str]:
-    """Return the cells of one column, all of one width, under its title; None means rows left out."""
-    cells = [title, *("…" if value is None else format_metric(value) for value in values)]
-    width = max(map(len, cells))
-    return [cell.rjust(width) for cell in cells]
 
 
 def _quantity(name: str) -> str:

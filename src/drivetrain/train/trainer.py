@@ -17,6 +17,7 @@ from torch import Tensor
 
 from drivetrain.context.context import Context
 from drivetrain.core.arguments import check_flag, check_number, naming
+from drivetrain.core.containers import with_attributes
 from drivetrain.core.engine import Engine
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.plugin import Plugin
@@ -31,11 +32,11 @@ from drivetrain.runtime.signals import StopSignals
 from drivetrain.train import arguments, checkpoints, loaders, resuming, setup
 from drivetrain.train.accelerator import TrainerRuntime, as_runtime
 from drivetrain.train.agreement import Agreement
-from drivetrain.train.batches import Generate, generate_arguments, generating, padding_token
+from drivetrain.train.batches import Generate, generate_arguments, padding_token
 from drivetrain.train.callbacks import DEFAULT_CALLBACKS, CallbackHandler, with_limit_from_environment
 from drivetrain.train.callbacks.control import StrictSteps, warnings_as_errors
 from drivetrain.train.closures import WindowRepeat
-from drivetrain.train.evaluation import report_errors, run_prediction
+from drivetrain.train.evaluation import run_prediction
 from drivetrain.train.items import CountItems, check_count_items
 from drivetrain.train.logbook import Logbook, watched_ranks
 from drivetrain.train.loop import TrainerLoop
@@ -371,7 +372,7 @@ class Trainer(TrainerLoop):
             self, per_device_batch_size, dataloader_kwargs, limit_batches, make_config=self._create_run_config
         )
         history, before = self.run_history, self.run_history._counts()
-        with report_errors(self, self._close_after), generating(self.run, chosen):
+        with self._reporting_errors(), with_attributes(self.run, generate=chosen):
             self._run_evaluation()
         new = [name for name, count in history._counts().items() if count > before.get(name, 0)]
         return {name: history.get_latest_metric(name) for name in new}
@@ -421,7 +422,7 @@ class Trainer(TrainerLoop):
         )
         self.model = loaders.move_model(self.runtime, self.model)
         loader = loaders.prepare(self.device, loader, limit_batches)
-        with report_errors(self, self._close_after), generating(self.run, chosen):
+        with self._reporting_errors(), with_attributes(self.run, generate=chosen):
             return run_prediction(self, loader, to_cpu, padding_value, generates=chosen is not None)
 
     def lr_find(
