@@ -378,11 +378,11 @@ def generate_arguments(generate: object, default: Mapping[str, object] | None = 
     )
 
 
-def check_generates(model: object, is_overridden: bool) -> None:
-    """Raise for a model that cannot generate, unless the user overrides the hook."""
-    if is_overridden or not isinstance(model, nn.Module):
+def check_generates(trainer: "TrainerHooks", arguments: Mapping[str, object] | None) -> None:
+    """Raise if generation is requested of a model that cannot generate, unless the user overrides the hook."""
+    own = unwrap(trainer.model) if isinstance(trainer.model, nn.Module) else None
+    if arguments is None or own is None or trainer.overrides("calculate_generation_batch"):
         return
-    own = unwrap(model)
     if not callable(getattr(own, "generate", None)):
         raise ConfigError(
             f"generate=...: {type(own).__name__} has no method generate(inputs, ...). Define it, or override "

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.context.moving import move_to_device
 from drivetrain.context.state import State
+from drivetrain.core.containers import with_attributes
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import StateDict
 from drivetrain.module.accumulation import Count
@@ -26,9 +27,11 @@ from drivetrain.module.gradient_sync import start_sum_over_ranks
 from drivetrain.module.stepper import Stepper
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import num_data_ranks
-from drivetrain.runtime.seeds import capture_rng, restore_rng
+from drivetrain.runtime.seeds import capture_rng, restore_rng, rng_kept
+from drivetrain.train.items import KnownBatch
 
 if TYPE_CHECKING:
+    from drivetrain.train.hooks import TrainerHooks
     from drivetrain.train.run import Run
 
 _STEP_FIELDS = ("batch", "outputs", "loss", "losses", "batch_output", "sample_index")
@@ -53,31 +56,6 @@ class _Memory:
     """Samples of the batch on this rank and on all of them, where the loader counts them."""
     rng: StateDict
     generators: dict[str, Tensor]
-
-
-class _RememberedSizes(NamedTuple):
-    size: int
-    global_size: int
-
-
-class _KnownBatch(NamedTuple):
-    """Takes the place of the loader for a batch that is passed again."""
-
-    batch_info: _RememberedSizes
-    sample_index: None = None
-
-
-class WindowPasses(Protocol):
-    """The loop that runs the passes of a window."""
-
-    run: "Run"
-    state: State
-
-    def optimizer_zero_grad(self) -> None: ...
-
-    def _perform_forward_and_backward_passes(self, batch: object, step: int) -> None: ...
-
-    def _clip_gradients(self) -> None: ...
 
 
 class WindowRepeat:
@@ -125,7 +103,7 @@ class WindowRepeat:
             )
         )
 
-    def step(self, passes: WindowPasses) -> None:
+    def step(self, passes: "TrainerHooks") -> None:
         """Step the optimizer, which may evaluate the window again. Non-finite gradients skip the step and lower the scale."""
         stepper, self._overflowed = passes.run.stepper, False
         scaler = stepper.scaler
@@ -136,7 +114,7 @@ class WindowRepeat:
             stepper.was_skipped = True
         self._memories = []
 
-    def evaluate(self, passes: WindowPasses) -> Tensor | None:
+    def evaluate(self, passes: "TrainerHooks") -> Tensor | None:
         """Compute the gradients of the window at the current weights. Return its loss to an optimizer that reads it."""
         run, state, stepper = passes.run, passes.state, passes.run.stepper
         if not self._memories:
@@ -168,7 +146,7 @@ class WindowRepeat:
         state.batch = _shallow(memory.batch)
         run.stepper.synchronises = memory.synchronises
         if memory.sizes is not None:
-            run.data.source = _KnownBatch(_RememberedSizes(*memory.sizes))
+            run.data.source = KnownBatch(*memory.sizes)
 
     def _mean(self, stepper: Stepper, losses: list[Tensor], sizes: list[Count]) -> Tensor:
         """Return the loss of the window over all ranks, so that every rank decides alike."""
@@ -183,31 +161,28 @@ class WindowRepeat:
         """Hide everything that a pass leaves behind apart from gradients."""
         engine, stepper = run.algorithms_only, run.stepper
         assert engine is not None
-        window, scaler = stepper.window, stepper.scaler
-        fields = {name: getattr(state, name) for name in _STEP_FIELDS}
-        held = (run.fire, run.measures, run.data.source, stepper.synchronises, stepper.is_finished)
-        counts, buffers, rng = window.state_dict(), _copies(state.model), capture_rng()
+        counts, scaler = stepper.window.state_dict(), None if stepper.scaler is None else _SecondScale(stepper.scaler)
         generators = {name: generator.get_state() for name, generator in state.generators.items()}
-        second_scale = None if scaler is None else _SecondScale(scaler)
-        try:
-            self.is_wanted = False
-            run.fire, run.measures = engine.on, run.measures.for_repeated_passes()
-            stepper.scaler = second_scale  # type: ignore[assignment]
-            yield
-        finally:
-            self.is_wanted = True
-            stepper.scaler = scaler
-            self._overflowed = second_scale is not None and second_scale.overflowed
-            run.fire, run.measures, run.data.source, stepper.synchronises, stepper.is_finished = held
-            for name, value in fields.items():
-                setattr(state, name, value)
-            window.load_state_dict(counts)
-            with torch.no_grad():
-                for buffer, values in buffers:
-                    buffer.copy_(values)
-            restore_rng(rng)
-            for name, value in generators.items():
-                state.generators[name].set_state(value)
+        buffers = unwrap(state.model).buffers() if isinstance(state.model, nn.Module) else ()
+        copies = [(buffer, buffer.detach().clone()) for buffer in buffers]
+        with (
+            rng_kept(),
+            with_attributes(self, is_wanted=False),
+            with_attributes(run, fire=engine.on, measures=run.measures.for_repeated_passes()),
+            with_attributes(run.data, source=run.data.source),
+            with_attributes(stepper, scaler=scaler, synchronises=False, is_finished=stepper.is_finished),
+            with_attributes(state, **{name: getattr(state, name) for name in _STEP_FIELDS}),
+        ):
+            try:
+                yield
+            finally:
+                self._overflowed = scaler is not None and scaler.overflowed
+                stepper.window.load_state_dict(counts)
+                with torch.no_grad():
+                    for buffer, values in copies:
+                        buffer.copy_(values)
+                for name, value in generators.items():
+                    state.generators[name].set_state(value)
 
     def state_dict(self) -> StateDict:
         """Return the batches of an open window, so that a resumed run can evaluate it again."""
@@ -244,9 +219,7 @@ class _SecondScale:
         torch._foreach_mul_(gradients, 1.0 / self.scaler.get_scale())
         norm = torch.nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        self.overflowed = not bool(
-            torch.isfinite(norm)
-        )  # the host waits here, as float16 makes it do once per step anyway
+        self.overflowed = not torch.isfinite(norm)  # the host waits here, as float16 makes it do once per step anyway
         if self.overflowed:
             for parameter in parameters:
                 parameter.grad = None
@@ -255,8 +228,3 @@ class _SecondScale:
 def _shallow(batch: object) -> object:
     """Return a batch whose entries can be replaced without changing the one given."""
     return copy.copy(batch) if isinstance(batch, Mapping | list) else batch
-
-
-def _copies(model: object) -> list[tuple[Tensor, Tensor]]:
-    buffers = unwrap(model).buffers() if isinstance(model, nn.Module) else ()
-    return [(buffer, buffer.detach().clone()) for buffer in buffers]

@@ -6,15 +6,17 @@ note.
 """
 
 import inspect
-import types
+import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.context.state import State
+from drivetrain.core.containers import with_attributes
 from drivetrain.core.errors import BatchError, BatchOutputError, NonFiniteError
 from drivetrain.core.time import Clock
 from drivetrain.core.types import StateDict
@@ -69,7 +71,8 @@ def explain_failure(error: BaseException, model: object, loss_func: object, batc
             "Run the same batch with Trainer(device='cpu') to see it."
         )
     if batch_index == 0 and failure.by_torch and type(error) in _BUILT_IN and not failure.in_data:
-        return BatchError(f"{text} {type(error).__name__}: {_first_line(error)}")
+        first_line = str(error).strip().partition("\n")[0]
+        return BatchError(f"{text} {type(error).__name__}: {first_line}")
     error.add_note(text)
     return error
 
@@ -77,7 +80,7 @@ def explain_failure(error: BaseException, model: object, loss_func: object, batc
 def _read(error: BaseException, loss_func: object) -> StepFailure | None:
     batch: object = None
     phase, layer, given, in_loss, in_data, by_torch = "", None, "", False, False, False
-    for frame in _frames(error):
+    for frame, _ in traceback.walk_tb(error.__traceback__):
         name, module = frame.f_code.co_name, frame.f_globals.get("__name__", "")
         owner = frame.f_locals.get("self")
         phase = _PHASES.get(name, phase)
@@ -87,25 +90,14 @@ def _read(error: BaseException, loss_func: object) -> StepFailure | None:
             in_data = True
         if isinstance(owner, nn.Module) and name == "forward":
             in_loss = owner is loss_func or in_loss
-            layer, given = owner, ", ".join(_shown(value) for value in _arguments(frame) if isinstance(value, Tensor))
+            arguments = [frame.f_locals.get(argument) for argument in inspect.getargvalues(frame).args]
+            layer, given = owner, ", ".join(_shown(value) for value in arguments if isinstance(value, Tensor))
         in_loss = in_loss or frame.f_code is getattr(loss_func, "__code__", None)
         if not module.startswith("drivetrain."):  # ours may be between a layer and its operation
             by_torch = module.startswith("torch.")
     if not phase or (batch is None and not in_data):
         return None
     return StepFailure(phase, batch, layer, given, in_loss, in_data and batch is None, by_torch)
-
-
-def _frames(error: BaseException) -> Iterator[types.FrameType]:
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame
-        trace = trace.tb_next
-
-
-def _arguments(frame: types.FrameType) -> list[object]:
-    names = inspect.getargvalues(frame)
-    return [frame.f_locals.get(name) for name in names.args if name != "self"]
 
 
 def _describe(failure: StepFailure, model: object, loss_func: object, index: int) -> str:
@@ -141,10 +133,6 @@ def _shown(value: object, depth: int = 0) -> str:
     if depth < 2 and isinstance(value, list | tuple):
         return "(" + ", ".join(_shown(item, depth + 1) for item in value[:8]) + ")"
     return type(value).__name__
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 # ---------------------------------------------------------------------------------------------------- before the loss
@@ -233,25 +221,22 @@ class LastGoodState:
     def take(self) -> None:
         """Copy the state. Every rank must call this."""
         state = self._live()
-        excluded, state._excluded = state._excluded, state._excluded | _POSITION
-        try:
-            self._state = map_tensors(_copy, state.state_dict())
-        finally:
-            state._excluded = excluded
+        copied = lambda t: t.detach().clone() if is_dtensor(t) else t.detach().to("cpu", copy=True)
+        with with_attributes(state, _excluded=state._excluded | _POSITION):
+            self._state = map_tensors(copied, state.state_dict())
         self._rng, self.step = capture_rng(), state.clock.step
 
     def restore(self) -> None:
         """Roll back to the copy, except for the position in the data."""
         state = self._live()
-        before, state._before_load = state._before_load, None
         mode = torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
         if mode:
             torch.cuda.set_sync_debug_mode(0)  # `Trainer(strict=True)` forbids waiting inside a step; this has to
         try:
-            # An optimizer keeps the tensors it loads, so it is given a second copy.
-            state.load_state_dict(map_tensors(torch.clone, self._state), strict=False)
+            with with_attributes(state, _before_load=None):
+                # An optimizer keeps the tensors it loads, so it is given a second copy.
+                state.load_state_dict(map_tensors(torch.clone, self._state), strict=False)
         finally:
-            state._before_load = before
             if mode:
                 torch.cuda.set_sync_debug_mode(mode)
         restore_rng(self._rng)
@@ -277,29 +262,22 @@ def prepare_recovery(
     assert run.checkpoints is not None
     run.checkpoints.good = run.good
     run.recovery = Recovery(
-        stepper, run.good, run.agreement, run.checkpoints, state.clock, logbook, report,
-        returns_after_rejection=returns_after_rejection,
-    )  # fmt: skip
+        stepper, run.good, run.agreement, run.checkpoints, state.clock, logbook, report, returns_after_rejection
+    )
 
 
+@dataclass(eq=False)
 class Recovery:
     """Records skipped updates, and stops or rolls back if the policy requires it. All ranks act at the same step."""
 
-    def __init__(
-        self,
-        stepper: Stepper,
-        good: LastGoodState | None,
-        agreement: "Agreement",
-        checkpoints: "CheckpointSchedule",
-        clock: Clock,
-        logbook: "Logbook",
-        report: Callable[[str], None],
-        *,
-        returns_after_rejection: bool,
-    ):
-        self._stepper, self._good, self._clock, self._logbook, self._report = stepper, good, clock, logbook, report
-        self._agreement, self._checkpoints = agreement, checkpoints
-        self._returns_after_rejection = returns_after_rejection
+    _stepper: Stepper
+    _good: LastGoodState | None
+    _agreement: "Agreement"
+    _checkpoints: "CheckpointSchedule"
+    _clock: Clock
+    _logbook: "Logbook"
+    _report: Callable[[str], None]
+    _returns_after_rejection: bool
 
     def act_on(self, verdict: int) -> None:
         """Act on the result of the guard."""
@@ -328,7 +306,3 @@ class Recovery:
             f"{message} Usual causes: a learning rate that is too high, float16 without scaling, an empty or masked-out batch, a log or "
             f"division of zero.{'' if last is None else f' The last checkpoint is {last}.'}"
         )
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone() if is_dtensor(tensor) else tensor.detach().to("cpu", copy=True)

@@ -11,6 +11,7 @@ from drivetrain.context.state import State
 from drivetrain.core.errors import StopTrainingError, TrainingStopped
 from drivetrain.core.types import Settings
 from drivetrain.optim.positions import compile_state_schedule, follows_state
+from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.train import loaders
 from drivetrain.train.accelerator import TrainerRuntime
 from drivetrain.train.batches import (
@@ -32,6 +33,7 @@ from drivetrain.train.settings import (
     TrainerOptions,
     TrainerRunConfig,
     TrainSettings,
+    count_update_steps,
     replace_trainer_placeholder_values,
 )
 from drivetrain.train.tracking import LossTracker, MetricSet, RunHistory
@@ -322,6 +324,47 @@ class TrainerHooks:
         """Return by how much runs are scaled: the Trainer's argument, else what an algorithm requested."""
         ratio = self.scale_schedule_ratio
         return getattr(self.state, "scale_schedule_ratio", 1.0) if ratio == 1.0 else ratio
+
+    def _create_run_config(
+        self,
+        per_device_batch_size: int,
+        num_epochs: int | None,
+        gradient_accumulation_steps: int,
+        max_num_train_steps: int | None,
+        gradient_clip_value: float | None,
+    ) -> TrainerRunConfig:
+        """Collect the facts of a run. Counts are None if the loader has no length."""
+        settings, runtime, data = self.run.settings, self.runtime, self.run.data
+        shares, accumulation = num_data_ranks(), max(1, gradient_accumulation_steps)
+        per_device, eval_per_device = map(loaders.batch_size_of_loader, (data.train, data.evaluation))
+        batches = None if data.train is None else loaders.length(data.train)
+        steps, local_steps = (None, None) if batches is None else count_update_steps(batches, shares, accumulation)
+        if max_num_train_steps is None and num_epochs is not None and steps is not None:
+            max_num_train_steps = num_epochs * steps + 1
+        return TrainerRunConfig(
+            num_epochs=num_epochs,
+            train_per_device_batch_size=per_device,
+            train_dl_kwargs=data.train_kwargs,
+            eval_per_device_batch_size=eval_per_device,
+            eval_dl_kwargs=data.eval_kwargs,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            gradient_clip_value=gradient_clip_value,
+            train_total_batch_size=None if per_device is None else per_device * shares * accumulation,
+            eval_total_batch_size=None if eval_per_device is None else eval_per_device * shares,
+            num_update_steps_per_epoch=steps,
+            num_local_update_steps_per_epoch=local_steps,
+            max_num_train_steps=max_num_train_steps,
+            is_local_process_zero=runtime.is_local_main_process,
+            is_world_process_zero=runtime.is_main_process,
+            is_distributed=runtime.num_processes > 1,
+            mixed_precision=runtime.mixed_precision,
+            num_processes=runtime.num_processes,
+            gradient_clip_norm=settings.gradient_clip_norm if settings else None,
+            max_duration=str(settings.max_duration) if settings and settings.max_duration else None,
+            microbatch_size=settings.microbatch_size if settings else None,
+            precision=runtime.mixed_precision,
+            seed=self.state.seed,
+        )
 
     # ------------------------------------------------------------------ forward and loss
 

@@ -7,14 +7,16 @@ are counted from their labels on the device, and only if the number of samples i
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 from drivetrain.core.arguments import check_callable
+from drivetrain.core.containers import with_attributes
 from drivetrain.core.errors import ConfigError
+from drivetrain.data.order import BatchInfo
 from drivetrain.module.accumulation import Count
 from drivetrain.module.loss_items import SAMPLES, UNKNOWN, LossItems, LossWatch, entry_of, follow_loss
 from drivetrain.module.wrapping import is_compiled_shell, unwrap
@@ -86,24 +88,24 @@ class LossCounting:
         watch = LossWatch(batch, batch_size_of(None, batch))
         is_compiled = _is_compiled(trainer.model) or _is_compiled(trainer.loss_func)
         if is_compiled:  # only a loss function outside what is compiled can be followed
-            trainer.run.loss.watch = None if _is_compiled(trainer.loss_func) else watch
-            try:
+            with with_attributes(trainer.run.loss, watch=None if _is_compiled(trainer.loss_func) else watch):
                 output = hook(batch)
-            finally:
-                trainer.run.loss.watch = None
         else:
             with uncompiled(), watch:
                 output = hook(batch)
         if isinstance(output, Mapping) and "loss" in output:
             items = watch.items_of(output["loss"])
-            if items is UNKNOWN and is_compiled and "num_items" not in output and not _hides_loss(trainer, hook):
-                items = _probe(trainer, batch)
+            if items is UNKNOWN and is_compiled and "num_items" not in output:
+                own = any(trainer.overrides(name) for name in (hook.__name__, "forward", "compute_loss"))
+                items = items if own else _probe(trainer, batch)  # code of the user's must not be called twice
             self._decide(items, loader, unwrap(trainer.model))
         return output
 
     def _decide(self, items: LossItems, loader: object, model: object) -> None:
         self.is_decided = True
-        self.items = SAMPLES if _has_equal_rows(items, loader) else items
+        inner = getattr(loader, "dl", loader)  # of a slice
+        has_equal_rows = counts_rows_alike(items, getattr(inner, "dataset", None), getattr(inner, "collate_fn", None))
+        self.items = SAMPLES if has_equal_rows else items
         self._count = None
         if self._given == "labels":
             has_shift = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
@@ -116,28 +118,17 @@ class LossCounting:
         self.is_needed = self._count is not None or self.is_sum
 
 
-class BatchSizes(Protocol):
-    """The number of samples of a batch."""
+class KnownBatch(NamedTuple):
+    """Takes the place of the loader for a batch that is passed again: its samples on this rank and on all ranks."""
+
+    size: int
+    global_size: int
+    sample_index: None = None
 
     @property
-    def size(self) -> int:
-        """On this rank."""
-
-    @property
-    def global_size(self) -> int:
-        """On all ranks together."""
-
-
-class BatchInHand(Protocol):
-    """Information about the current batch: a `SmartDataLoader`, or a record of one."""
-
-    @property
-    def batch_info(self) -> BatchSizes | None:
-        """Its samples; None before the first batch."""
-
-    @property
-    def sample_index(self) -> object:
-        """The indices of the samples."""
+    def batch_info(self) -> "KnownBatch":
+        """The numbers of samples."""
+        return self
 
 
 class Part(NamedTuple):
@@ -152,7 +143,9 @@ class Part(NamedTuple):
 WHOLE = Part()
 
 
-def items_of(output: BatchOutput, info: BatchSizes | None, world: int, is_split: bool) -> tuple[Count, Count | None]:
+def items_of(
+    output: BatchOutput, info: BatchInfo | KnownBatch | None, world: int, is_split: bool
+) -> tuple[Count, Count | None]:
     """Return how many items a loss is a mean over, on this rank and on all ranks; None if only a reduction can tell.
 
     `info` is what the loader knows of the batch.
@@ -170,12 +163,6 @@ def items_of(output: BatchOutput, info: BatchSizes | None, world: int, is_split:
     return (0 if is_empty else size), size if is_alone else None
 
 
-def _has_equal_rows(items: LossItems, loader: object) -> bool:
-    """Whether every row of a loader's data counts the same."""
-    loader = getattr(loader, "dl", loader)  # through a slice
-    return counts_rows_alike(items, getattr(loader, "dataset", None), getattr(loader, "collate_fn", None))
-
-
 def counts_rows_alike(items: LossItems, dataset: object, collate: object = None) -> bool:
     """Return whether every row of the data has the same weight, so that samples can be counted instead, which costs nothing."""
     if type(dataset) is not TensorDataset or collate not in (None, default_collate):
@@ -186,11 +173,6 @@ def counts_rows_alike(items: LossItems, dataset: object, collate: object = None)
         return False
     labels = entry_of(dataset.tensors, items.path)
     return not bool((labels == items.ignore_index).any())  # once per run; this synchronizes the host
-
-
-def _hides_loss(trainer: "TrainerHooks", hook: Callable[..., object]) -> bool:
-    """Whether a user's own code computes the loss, which must not be called twice."""
-    return any(trainer.overrides(name) for name in (hook.__name__, "forward", "compute_loss"))
 
 
 def _probe(trainer: "TrainerHooks", batch: object) -> LossItems:

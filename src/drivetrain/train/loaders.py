@@ -22,7 +22,6 @@ from drivetrain.core.types import Settings
 from drivetrain.data.columns import find_columns
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.workers import guard_workers
-from drivetrain.module.accumulation import Count
 from drivetrain.runtime.device import usable_cpus
 from drivetrain.runtime.ranks import (
     clear_data_ranks,
@@ -125,7 +124,8 @@ def make_evaluation_loaders(trainer: "Trainer", batch_size: int, kwargs: Setting
 
 def default_kwargs(device: torch.device | str, dataset: object, batch_size: int) -> Settings:
     """Return the loader arguments that depend on the machine and the data."""
-    local_processes = max(1, get_num_processes() // num_nodes())
+    world = get_num_processes()
+    local_processes = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or world)
     workers = 0 if isinstance(dataset, TensorDataset) else min(8, usable_cpus() // local_processes)
     return {
         "pin_memory": torch.device(device).type == "cuda",
@@ -135,27 +135,21 @@ def default_kwargs(device: torch.device | str, dataset: object, batch_size: int)
     }
 
 
-def num_nodes() -> int:
-    """Return the number of machines that the launcher reports."""
-    import os
-
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    return max(1, get_num_processes() // local) if local else 1
+_RULES_OUT = {
+    "sampler": {"shuffle"},
+    "batch_sampler": {"shuffle", "batch_size"},
+    "global_batch_size": {"batch_size"},
+}
+"""For an argument of a loader, the defaults that it contradicts."""
 
 
 def merge_kwargs(dataset: object, defaults: Settings, given: Mapping[str, object] | None) -> Settings:
     """Return the loader's arguments. The user's values win, and remove defaults that contradict them."""
     given = dict(given or {})
     merged = {**defaults, **given}
-    ruled_out: set[str] = set()
-    if "sampler" in given:
-        ruled_out |= {"shuffle"}
-    if "batch_sampler" in given:
-        ruled_out |= {"shuffle", "batch_size"}
-    if "global_batch_size" in given:
-        ruled_out |= {"batch_size"}
-    if isinstance(dataset, IterableDataset):
-        ruled_out |= {"shuffle"}
+    ruled_out = {"shuffle"} if isinstance(dataset, IterableDataset) else set()
+    for name in given.keys() & _RULES_OUT.keys():
+        ruled_out |= _RULES_OUT[name]
     if merged.get("num_workers"):
         merged.setdefault("persistent_workers", True)  # workers live for the whole run
     return {name: value for name, value in merged.items() if name in given or name not in ruled_out}
@@ -176,9 +170,7 @@ def prepare(device: torch.device | str, loader: object, limit_batches: int | flo
     if isinstance(loader, EvaluationLoaders):
         return map_loaders(lambda one: prepare(device, one, limit_batches), loader)
     loader = deliver(loader, device)
-    plain = loader
-    while isinstance(plain, DataLoaderSlice):
-        plain = plain.dl
+    plain = unsliced(loader)
     if isinstance(plain, DataLoader) and not isinstance(plain, SmartDataLoader):
         guard_workers(plain)
     return limit(loader, limit_batches)
@@ -264,10 +256,22 @@ def length(loader: Any) -> int | None:
         return None
 
 
-def smart_loader(loader: object) -> SmartDataLoader[Any] | None:
-    """Return the `SmartDataLoader` inside a loader or a slice of it."""
+def batch_size_of_loader(loader: object) -> int | None:
+    """Return the batch size per process that a loader was built with, or None."""
+    size = getattr(getattr(loader, "dl", loader), "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def unsliced(loader: object) -> object:
+    """Return the loader inside a slice of it."""
     while isinstance(loader, DataLoaderSlice):
         loader = loader.dl
+    return loader
+
+
+def smart_loader(loader: object) -> SmartDataLoader[Any] | None:
+    """Return the `SmartDataLoader` inside a loader or a slice of it."""
+    loader = unsliced(loader)
     return loader if isinstance(loader, SmartDataLoader) else None
 
 
@@ -277,10 +281,9 @@ def is_padding(loader: object) -> bool:
     return smart is not None and smart.batch_info is not None and smart.batch_info.size == 0
 
 
-def set_epoch(loader: Any, epoch: int) -> None:
+def set_epoch(loader: object, epoch: int) -> None:
     """Pass the number of the epoch to a loader, or to its sampler."""
-    while isinstance(loader, DataLoaderSlice):
-        loader = loader.dl
+    loader = unsliced(loader)
     for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
         if part is not None and callable(getattr(type(part), "set_epoch", None)):
             part.set_epoch(epoch)
@@ -338,21 +341,6 @@ def token_counter(batch: object) -> Callable[..., int] | None:
     if isinstance(first, Tensor) and first.dtype in (torch.int64, torch.int32) and first.dim() == 2:
         return lambda batch: batch[0].numel()
     return None
-
-
-def sum_over_ranks(values: list[Count], device: torch.device | str) -> list[Count]:
-    """Sum numbers over the data ranks at once. Sums on a device are tensors that are not read."""
-    import torch.distributed as dist
-
-    kind: Settings = {
-        "device": device,
-        "dtype": torch.float32 if torch.device(device).type == "mps" else torch.float64,
-    }
-    total = torch.stack(
-        [value.detach().to(**kind) if isinstance(value, Tensor) else torch.full((), value, **kind) for value in values]
-    )
-    dist.all_reduce(total, group=data_group())  # on an accelerator the host does not wait
-    return total.tolist() if total.is_cpu else list(total.unbind())
 
 
 def make_prediction_loader(

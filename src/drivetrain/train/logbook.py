@@ -22,13 +22,12 @@ from drivetrain.runtime.device import AsyncReadback
 from drivetrain.runtime.hangs import RankWatch, hang_limit
 from drivetrain.runtime.ranks import get_num_processes, num_data_ranks
 from drivetrain.runtime.run import current_run
-from drivetrain.train import loaders
 from drivetrain.train.agreement import Agreement
 from drivetrain.train.callbacks.base import TrainerCallback
 from drivetrain.train.callbacks.monitors import LRMonitor, learning_rates
 from drivetrain.train.items import LossCounting
 from drivetrain.train.run_history import RunHistory
-from drivetrain.train.tracking import LossTracker, load_sums, of_data_ranks
+from drivetrain.train.tracking import LossTracker, load_sums, of_data_ranks, sum_over_ranks
 
 if TYPE_CHECKING:
     from drivetrain.train.run import Run
@@ -191,7 +190,7 @@ class StepLosses(TrainerCallback):
         names = [name for name in self._means if num_data_ranks() == 1 or name in self._shared]
         sums = [value for name in names for value in self._means[name].unread_sums()]
         if num_data_ranks() > 1:
-            sums = loaders.sum_over_ranks(sums, state.device)
+            sums = sum_over_ranks(sums, state.device)
         updates, self._logged_at = max(1, state.clock.step - self._logged_at), state.clock.step
         for name in names:
             self._means[name].reset()

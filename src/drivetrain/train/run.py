@@ -33,8 +33,7 @@ from drivetrain.train.agreement import Agreement
 from drivetrain.train.batches import BatchForm, BatchOutput, WholeForm, batch_size_of, find_form
 from drivetrain.train.checkpoints import CheckpointSchedule
 from drivetrain.train.failures import LastGoodState, Recovery
-from drivetrain.train.items import WHOLE, BatchInHand, LossCounting, Part
-from drivetrain.train.loaders import DataLoaderSlice
+from drivetrain.train.items import WHOLE, KnownBatch, LossCounting, Part
 from drivetrain.train.settings import TrainerOptions, TrainerRunConfig, TrainSettings
 from drivetrain.train.tracking import LossTracker, MetricSet, MetricWatch
 
@@ -59,7 +58,7 @@ class TrainingData:
     eval_kwargs: Settings | None = None
     batches_per_epoch: int | None = None
     """None for a loader without a length."""
-    source: BatchInHand | None = None
+    source: SmartDataLoader[Any] | KnownBatch | None = None
     """The `SmartDataLoader` behind the training loader, which counts samples over all ranks; None for a loader of the user's own."""
     may_pad: bool = False
     """Whether a batch may be padding, which only keeps this rank synchronized with ranks that still have samples."""
@@ -122,10 +121,9 @@ class EvaluationState:
     """
 
     def __init__(self, evaluation_loader: object = None):
-        if isinstance(evaluation_loader, loaders.EvaluationLoaders):
-            self.sets: dict[str, object] = dict(evaluation_loader.items())
-        else:
-            self.sets = {} if evaluation_loader is None else {"": evaluation_loader}
+        several = evaluation_loader if isinstance(evaluation_loader, loaders.EvaluationLoaders) else None
+        single = {} if evaluation_loader is None else {"": evaluation_loader}
+        self.sets: dict[str, object] = single if several is None else dict(several.items())
         self.counts = dict.fromkeys(self.sets, 0)
         self.finished: list[str] = []
         """Sets that need not be evaluated again in an evaluation that was interrupted."""
@@ -321,8 +319,7 @@ class _Stateful(Protocol):
 
 def loader_state(loader: object) -> StateDict | None:
     """Return what a loader's next iteration depends on, as far as it is known."""
-    loader = _inner(loader)
-    state: StateDict = {}
+    loader, state = loaders.unsliced(loader), StateDict()
     if isinstance(loader, SmartDataLoader):
         place = loader.state_dict()
         state["smart"] = {name: place[name] for name in ("seed", "sampler") if name in place}
@@ -338,7 +335,7 @@ def loader_state(loader: object) -> StateDict | None:
 
 def load_loader_state(loader: object, state: StateDict | None, number: int) -> None:
     """Make a loader's next iteration evaluation `number` of the saved run."""
-    loader = _inner(loader)
+    loader = loaders.unsliced(loader)
     _set_number(loader, number)
     if state is None:
         return
@@ -387,23 +384,17 @@ def _copied(generator: object) -> object:
 
 def _set(generator: object, saved: object) -> None:
     """Give a generator the state of another of its kind."""
-    if isinstance(generator, torch.Generator) and isinstance(saved, torch.Generator):
-        generator.set_state(saved.get_state())
-    elif isinstance(generator, np.random.Generator) and isinstance(saved, np.random.Generator):
-        generator.bit_generator.state = saved.bit_generator.state
-    elif isinstance(generator, np.random.RandomState) and isinstance(saved, np.random.RandomState):
-        generator.set_state(saved.get_state(legacy=False))
-    elif isinstance(generator, random.Random) and isinstance(saved, random.Random):
-        generator.setstate(saved.getstate())
+    match generator, saved:
+        case torch.Generator(), torch.Generator():
+            generator.set_state(saved.get_state())
+        case np.random.Generator(), np.random.Generator():
+            generator.bit_generator.state = saved.bit_generator.state
+        case np.random.RandomState(), np.random.RandomState():
+            generator.set_state(saved.get_state(legacy=False))
+        case random.Random(), random.Random():
+            generator.setstate(saved.getstate())
 
 
 def _set_number(loader: object, number: int) -> None:
-    loader = _inner(loader)
-    if isinstance(loader, SmartDataLoader):
-        loader.set_epoch(number)
-
-
-def _inner(loader: object) -> object:
-    while isinstance(loader, DataLoaderSlice):
-        loader = loader.dl
-    return loader
+    if (smart := loaders.smart_loader(loader)) is not None:
+        smart.set_epoch(number)

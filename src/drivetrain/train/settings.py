@@ -22,6 +22,7 @@ from drivetrain.core.arguments import (
     check_path,
     naming,
 )
+from drivetrain.core.containers import map_items
 from drivetrain.core.errors import ConfigError, ConfigTypeError
 from drivetrain.core.time import Clock, Time, TimeLike, TimeUnit, ensure_time
 from drivetrain.core.types import Settings
@@ -184,19 +185,24 @@ class TrainSettings:
         ends = [Time(count, unit) for count, unit in counts if count is not None]
         return RunLimits(*ends, *([] if self.max_duration is None else [self.max_duration]))
 
-    def scaled(self, ratio: float) -> "TrainSettings":
+    def scaled(self, ratio: float, report: Callable[[str], None]) -> "TrainSettings":
         """Return settings for a run of `ratio` times the length, in whole epochs, updates, batches, samples or tokens."""
+        if ratio == 1.0:
+            return self
         check_number("scale_schedule_ratio", ratio, above=0, hint=", such as 0.5 for half the run")
-        lengths: Settings = {
-            name: int(value * ratio)
-            for name in ("num_epochs", "max_num_train_steps")
-            if (value := getattr(self, name)) is not None
-        }
-        if self.max_duration is not None:
-            value, unit = self.max_duration.value * ratio, self.max_duration.unit
-            lengths["max_duration"] = Time(value if unit is TimeUnit.SECOND else int(value), unit)
+        ends = ("num_epochs", "max_num_train_steps", "max_duration")
+        lengths: Settings = {name: end for name in ends if (end := getattr(self, name)) is not None}
+        for name, end in lengths.items():
+            if isinstance(end, Time):
+                value = end.value * ratio
+                lengths[name] = Time(value if end.unit is TimeUnit.SECOND else int(value), end.unit)
+            else:
+                lengths[name] = int(end * ratio)
         with naming("scale_schedule_ratio", ratio):
-            return replace(self, **lengths)
+            scaled = replace(self, **lengths)
+        changes = ", ".join(f"{name} {getattr(self, name)} → {length}" for name, length in lengths.items())
+        report(f"scale_schedule_ratio={ratio}: {changes}")
+        return scaled
 
     def for_development(self) -> "TrainSettings":
         """Return settings for a quick test: a few batches, one epoch, no files."""
@@ -261,15 +267,13 @@ class RunLimits:
 
     def duration(self, updates_per_epoch: int | None) -> Time:
         """Return the length of the run as one time: the end that comes first, as far as it is known."""
-        self.planned = self._first_end(updates_per_epoch)
-        return self.planned
-
-    def _first_end(self, updates_per_epoch: int | None) -> Time:
         epochs = next((end for end in self.ends if end.unit is TimeUnit.EPOCH), None)
         steps = next((end for end in self.ends if end.unit is TimeUnit.STEP), None)
         if epochs is not None and steps is not None and updates_per_epoch is not None:
-            return steps if steps.value < epochs.value * updates_per_epoch else epochs
-        return next((end for end in self.ends if end.unit is not TimeUnit.EPOCH), None) or self.ends[0]
+            self.planned = steps if steps.value < epochs.value * updates_per_epoch else epochs
+        else:
+            self.planned = next(iter(self._inside_epoch), self.ends[0])
+        return self.planned
 
 
 def parse_time(name: str, value: TimeLike, unit: TimeUnit = TimeUnit.EPOCH) -> Time:
@@ -353,11 +357,7 @@ def count_update_steps(num_batches: int, num_processes: int, gradient_accumulati
 
 
 def _copy_containers(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _copy_containers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_copy_containers(item) for item in value]
-    return value
+    return map_items(value, _copy_containers) if isinstance(value, dict | list) else value
 
 
 # ---------------------------------------------------------------------- placeholders
@@ -462,11 +462,5 @@ def _replace(trainer: "TrainerHooks", value: object) -> Any:
         arguments = [_replace(trainer, item) for item in value.args]
         keywords = {key: _replace(trainer, item) for key, item in value.keywords.items()}
         return partial(_replace(trainer, value.func), *arguments, **keywords)
-    if isinstance(value, tuple):
-        items: list[Any] = [_replace(trainer, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [_replace(trainer, item) for item in value]
-    if type(value) is dict:
-        return {key: _replace(trainer, item) for key, item in value.items()}
-    return value
+    is_container = isinstance(value, tuple | list) or type(value) is dict
+    return map_items(value, partial(_replace, trainer)) if is_container else value

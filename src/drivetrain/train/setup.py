@@ -31,7 +31,7 @@ from drivetrain.optim.scheduler import OptimScheduler
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.runtime.run import current_run
-from drivetrain.runtime.seeds import capture_rng, restore_rng
+from drivetrain.runtime.seeds import rng_kept
 from drivetrain.train import loaders, resuming
 from drivetrain.train.accelerator import as_runtime
 from drivetrain.train.arguments import (
@@ -49,7 +49,7 @@ from drivetrain.train.failures import prepare_recovery
 from drivetrain.train.items import LossCounting
 from drivetrain.train.logbook import StepLosses
 from drivetrain.train.run import EvaluationPlan
-from drivetrain.train.settings import TrainerRunConfig, TrainSettings, count_update_steps
+from drivetrain.train.settings import TrainSettings
 from drivetrain.train.tracking import MetricWatch
 
 if TYPE_CHECKING:
@@ -57,24 +57,15 @@ if TYPE_CHECKING:
 
 
 def prepare_run(
-    trainer: "Trainer",
-    train_kwargs: Settings | None,
-    eval_kwargs: Settings | None,
-    until_end: ExitStack,
-    *,
-    place: Callable[[], None],
-    make_config: Callable[..., TrainerRunConfig],
+    trainer: "Trainer", train_kwargs: Settings | None, eval_kwargs: Settings | None, until_end: ExitStack
 ) -> None:
-    """Fill the trainer's run, up to the first event. `until_end` is closed when the run has ended.
-
-    `place` and `make_config` are the Trainer's own ways to place model and loaders and to describe the run.
-    """
+    """Fill the trainer's run, up to the first event. `until_end` is closed when the run has ended."""
     run, state = trainer.run, trainer.state
     settings = run.require_settings()
     check_model(state.model, state.loss_fn, trains=True)
     check_loss_func(state.loss_fn, trainer.optimizer)
     check_optimizer(state, strict=trainer.strict)
-    check_generation(trainer, run.generate)
+    check_generates(trainer, run.generate)
     prepare_folder_for(settings, run.shared.own_folders, until_end)
     if isinstance(state.model, nn.Module):
         give_parts_again(state.model)
@@ -93,10 +84,10 @@ def prepare_run(
         _make_loaders(trainer, train_kwargs, eval_kwargs)
 
     run.measures.train_items = LossCounting(run.shared.options.count_items)
-    place()
+    trainer._prepare_model_optimizer_and_dataloaders()
     trainer.runtime = as_runtime(trainer.runtime)  # an override may have made another one
     _make_stepper(trainer)
-    config = run.config = make_config(
+    config = run.config = trainer._create_run_config(
         per_device_batch_size=settings.per_device_batch_size,
         num_epochs=settings.epochs,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
@@ -133,12 +124,7 @@ def place_everything(trainer: "Trainer") -> None:
 
 
 def prepare_evaluation(
-    trainer: "Trainer",
-    batch_size: int,
-    kwargs: Settings | None,
-    limit_batches: int | float | None,
-    *,
-    make_config: Callable[..., TrainerRunConfig],
+    trainer: "Trainer", batch_size: int, kwargs: Settings | None, limit_batches: int | float | None
 ) -> None:
     """Prepare an evaluation outside a training run: loaders, model, metrics, configuration."""
     run = trainer.run
@@ -148,16 +134,10 @@ def prepare_evaluation(
     trainer.model = loaders.move_model(trainer.runtime, trainer.model)
     run.measures.eval_metrics.to(trainer.device)
     run.measures.eval_items = {}
-    run.config = make_config(
-        per_device_batch_size=batch_size,
-        num_epochs=1,
-        gradient_accumulation_steps=1,
-        max_num_train_steps=None,
-        gradient_clip_value=None,
-    )
+    run.config = trainer._create_run_config(batch_size, 1, 1, None, None)
 
 
-def prepare_loop(trainer: "Trainer", plugins: Callable[[], list[object]]) -> None:
+def prepare_loop(trainer: "Trainer") -> None:
     """Decide what the loop would otherwise ask at every step. Plugins have acted at FIT_START."""
     run, state, engine = trainer.run, trainer.state, trainer.engine
     settings, data, measures = run.require_settings(), run.data, run.measures
@@ -174,7 +154,7 @@ def prepare_loop(trainer: "Trainer", plugins: Callable[[], list[object]]) -> Non
     if run.repeat.prepare(trainer.optimizer, run.stepper.scaler):
         run.algorithms_only = Engine(state, plugins=state.algorithms, host=trainer)
     run.is_ddp = isinstance(state.model, nn.parallel.DistributedDataParallel)
-    run.microbatch_size = choose_microbatch_size(trainer)
+    run.microbatch_size = find_microbatch_size(trainer, settings.microbatch_size)
     run.loss.listens_before_loss = engine.listens(Event.BEFORE_LOSS)
     run.loss.saw_forward = run.loss.saw_loss = False
     check_schedule_length(trainer.scheduler, run)
@@ -186,7 +166,7 @@ def prepare_loop(trainer: "Trainer", plugins: Callable[[], list[object]]) -> Non
     measures.has_train_metrics = bool(measures.train_metrics)
     for metrics in (measures.train_metrics, measures.eval_metrics):
         metrics.to(trainer.device)
-    _log_steps(trainer, plugins)
+    _log_steps(trainer)
 
     prepare_recovery(run, state, engine.plugins, trainer.logbook, trainer.runtime.print)
     looks_on = engine.listens(Event.AFTER_TRAIN_BATCH) or engine.listens(Event.BEFORE_STEP)
@@ -217,7 +197,7 @@ def _make_stepper(trainer: "Trainer") -> None:
         from drivetrain.optim.plain import SetStepper
 
         stepper = SetStepper(run.units, window, trainer.state.clock, settings.nonfinite)
-    mesh = getattr(getattr(trainer, "plan", None), "mesh", None) or ()
+    mesh = getattr(trainer.plan, "mesh", None) or ()
     stepper.axes = {axis: size for axis, size in mesh if axis in ("tensor", "sequence") and size > 1}
     run.stepper = runtime.stepper = run.repeat.stepper = stepper
 
@@ -231,49 +211,30 @@ def _make_loaders(trainer: "Trainer", train_kwargs: Settings | None, eval_kwargs
         data.evaluation = loaders.make_evaluation_loaders(trainer, batch_size, eval_kwargs)
 
 
-def scale_length(settings: TrainSettings, ratio: float, report: Callable[[str], None]) -> TrainSettings:
-    """Scale the length of a run and report it."""
-    if ratio == 1.0:
-        return settings
-    scaled = settings.scaled(ratio)
-    changes = [
-        f"{name} {getattr(settings, name)} → {getattr(scaled, name)}"
-        for name in ("num_epochs", "max_num_train_steps", "max_duration")
-        if getattr(settings, name) is not None
-    ]
-    report(f"scale_schedule_ratio={ratio}: {', '.join(changes)}")
-    return scaled
-
-
 def _prepare_scheduler(trainer: "Trainer") -> None:
     """Make this run's scheduler; one that an earlier run made is dropped, one the user assigned stays."""
-    run, settings = trainer.run, trainer.run.require_settings()
+    run, settings, given = trainer.run, trainer.run.require_settings(), trainer.create_scheduler_fn
     if run.shared.scheduler_is_ours:
         trainer.scheduler = None
-    if trainer.create_scheduler_fn is not None:
-        check_scheduler(trainer.create_scheduler_fn, trainer.optimizer, run.units)
-        trainer.scheduler = _make_scheduler(trainer)
-        run.shared.scheduler_is_ours = True
+    if given is not None:
+        check_scheduler(given, trainer.optimizer, run.units)
+        create: Callable[..., object] = trainer.create_scheduler
+        try:  # an override that takes a parameter, as older ones do, gets the optimizer
+            scheduler = create(trainer.optimizer) if len(inspect.signature(create).parameters) == 1 else create()
+        except TypeError as error:
+            raise ConfigTypeError(
+                f"create_scheduler_fn={given!r} cannot be called with only the optimizer: {error}. Bind its other arguments, "
+                "for example with functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100)."
+            ) from error
+        if not any(callable(getattr(scheduler, name, None)) for name in ("step", "step_update")):
+            raise ConfigTypeError(
+                f"create_scheduler_fn={given!r} returned {scheduler!r} ({type(scheduler).__name__}), expected a scheduler with step()."
+            )
+        trainer.scheduler, run.shared.scheduler_is_ours = scheduler, True
     if isinstance(trainer.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         check_plateau(settings.scheduler_metric, loaders.set_names(run.data.evaluation))
         settings = run.settings = replace(settings, scheduler_interval="epoch")
     run.schedules_each_step = settings.scheduler_interval == "step"
-
-
-def _make_scheduler(trainer: "Trainer") -> object:
-    given = trainer.create_scheduler_fn
-    try:
-        scheduler = call_seed_form(trainer.create_scheduler, trainer.optimizer)
-    except TypeError as error:
-        raise ConfigTypeError(
-            f"create_scheduler_fn={given!r} cannot be called with only the optimizer: {error}. Bind its other arguments, "
-            "for example with functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100)."
-        ) from error
-    if not any(callable(getattr(scheduler, name, None)) for name in ("step", "step_update")):
-        raise ConfigTypeError(
-            f"create_scheduler_fn={given!r} returned {scheduler!r} ({type(scheduler).__name__}), expected a scheduler with step()."
-        )
-    return scheduler
 
 
 def _plan_evaluations(
@@ -291,13 +252,7 @@ def _plan_evaluations(
             plan.interval, plan.is_due = interval, interval.due
 
 
-def check_generation(trainer: "Trainer", arguments: Mapping[str, object] | None) -> None:
-    """Raise for a model that cannot generate if generation is requested."""
-    if arguments is not None:
-        check_generates(trainer.model, trainer.overrides("calculate_generation_batch"))
-
-
-def _log_steps(trainer: "Trainer", plugins: Callable[[], list[object]]) -> None:
+def _log_steps(trainer: "Trainer") -> None:
     """Attach the means that loggers get every few updates, on all ranks if any of them has a logger."""
     run, state, engine = trainer.run, trainer.state, trainer.engine
     every, data, measures = run.require_settings().log_time, run.data, run.measures
@@ -310,7 +265,7 @@ def _log_steps(trainer: "Trainer", plugins: Callable[[], list[object]]) -> None:
         if run.restored.step_losses is not None:
             measures.step_losses.load_state_dict(run.restored.step_losses)
     if is_wanted or any(isinstance(plugin, StepLosses) for plugin in engine.plugins):  # those of an earlier run
-        engine.set_plugins(plugins())
+        trainer.update_plugins()
 
 
 def _check_equal_lengths(batches: int | None) -> None:
@@ -341,65 +296,11 @@ def resolve_optimizer(trainer: "Trainer") -> None:
     trainer.runtime.scaler = None  # units scale for themselves
 
 
-def make_run_config(
-    trainer: "Trainer",
-    num_epochs: int | None,
-    gradient_accumulation_steps: int,
-    max_num_train_steps: int | None,
-    gradient_clip_value: float | None,
-) -> TrainerRunConfig:
-    """Collect the facts of a run. Counts are None if the loader has no length."""
-    settings, runtime, data = trainer.run.settings, trainer.runtime, trainer.run.data
-    processes, shares = runtime.num_processes, num_data_ranks()
-    per_device = batch_size_of_loader(data.train)
-    eval_per_device = batch_size_of_loader(data.evaluation)
-    batches = loaders.length(data.train) if data.train is not None else None
-    accumulation = max(1, gradient_accumulation_steps)
-    steps, local_steps = (None, None) if batches is None else count_update_steps(batches, shares, accumulation)
-    if max_num_train_steps is None and num_epochs is not None and steps is not None:
-        max_num_train_steps = num_epochs * steps + 1
-    return TrainerRunConfig(
-        num_epochs=num_epochs,
-        train_per_device_batch_size=per_device,
-        train_dl_kwargs=data.train_kwargs,
-        eval_per_device_batch_size=eval_per_device,
-        eval_dl_kwargs=data.eval_kwargs,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        gradient_clip_value=gradient_clip_value,
-        train_total_batch_size=None if per_device is None else per_device * shares * accumulation,
-        eval_total_batch_size=None if eval_per_device is None else eval_per_device * shares,
-        num_update_steps_per_epoch=steps,
-        num_local_update_steps_per_epoch=local_steps,
-        max_num_train_steps=max_num_train_steps,
-        is_local_process_zero=runtime.is_local_main_process,
-        is_world_process_zero=runtime.is_main_process,
-        is_distributed=processes > 1,
-        mixed_precision=runtime.mixed_precision,
-        num_processes=processes,
-        gradient_clip_norm=settings.gradient_clip_norm if settings else None,
-        max_duration=str(settings.max_duration) if settings and settings.max_duration else None,
-        microbatch_size=settings.microbatch_size if settings else None,
-        precision=runtime.mixed_precision,
-        seed=trainer.state.seed,
-    )
-
-
-def batch_size_of_loader(loader: object) -> int | None:
-    """Return the batch size per process that a loader was built with, or None."""
-    size = getattr(getattr(loader, "dl", loader), "batch_size", None)
-    return size if isinstance(size, int) else None
-
-
-def check_eval_batch_size(loader: object) -> None:
+def check_eval_loader(loader: object) -> None:
     """Warn if an evaluation loader that the user built would make processes wait or repeat samples."""
-    loaders.map_loaders(_check_eval_loader, loader)
-
-
-def _check_eval_loader(loader: object) -> None:
     if loaders.smart_loader(loader) is not None or num_data_ranks() == 1:
         return
-    batches = loaders.length(loader)
-    if batches is not None and batches == 0:
+    if loaders.length(loader) == 0:
         raise ValueError("the evaluation loader has no batches on this process. Use a smaller batch size.")
     warnings.warn(
         f"the evaluation loader ({type(loader).__name__}) was built by the user and is not split over the "
@@ -407,25 +308,6 @@ def _check_eval_loader(loader: object) -> None:
         DrivetrainWarning,
         stacklevel=3,
     )
-
-
-def choose_microbatch_size(trainer: "Trainer") -> int | None:
-    """Return the number of rows a batch is split into, or None for no split."""
-    given = trainer.run.require_settings().microbatch_size
-    if given is None or isinstance(given, int):
-        return given
-    if torch.device(trainer.device).type == "cpu":
-        return None  # a CPU swaps before it runs out: there is nothing to find
-    return find_microbatch_size(trainer)
-
-
-def call_seed_form(create_scheduler: Callable[..., object], optimizer: object) -> object:
-    """Call the scheduler hook. An override that takes a parameter, as older ones do, receives the optimizer."""
-    try:
-        wants_optimizer = len(inspect.signature(create_scheduler).parameters) == 1
-    except (TypeError, ValueError):
-        wants_optimizer = False
-    return create_scheduler(optimizer) if wants_optimizer else create_scheduler()
 
 
 def prepare_precision(trainer: "Trainer") -> None:
@@ -452,14 +334,17 @@ def prepare_precision(trainer: "Trainer") -> None:
 # buffers, gradients and random numbers are restored, so the run that follows is the one that would have been without.
 
 
-def find_microbatch_size(trainer: "Trainer") -> int | None:
-    """Return the number of rows that fit into memory with model and optimizer, or None if the whole batch fits."""
+def find_microbatch_size(trainer: "Trainer", given: int | str | None) -> int | None:
+    """Return the given number of rows, or for "auto" how many fit into memory with model and optimizer. None: no split."""
+    if given is None or isinstance(given, int):
+        return given
+    if torch.device(trainer.device).type == "cpu":
+        return None  # a CPU swaps before it runs out: there is nothing to find
     move, batch = loaders.mover(trainer.device, trainer.run.data.train), next(iter(trainer.run.data.train))
     batch = batch if move is None else move(batch)
     rows = size = batch_size_of(None, batch)
-    generators = capture_rng()
     try:
-        with buffers_kept(trainer.model):
+        with rng_kept(), buffers_kept(trainer.model):
             while not all(all_gather_values(_fits(trainer, split_batch(batch, size)[0]))):
                 if size == 1:
                     raise DeviceError(
@@ -468,7 +353,6 @@ def find_microbatch_size(trainer: "Trainer") -> int | None:
                 size = (size + 1) // 2
     finally:
         trainer.optimizer_zero_grad()
-        restore_rng(generators)
     return None if size == rows else size
 
 

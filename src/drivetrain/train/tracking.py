@@ -17,7 +17,7 @@ from torch import Tensor
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.accumulation import Count
 from drivetrain.runtime.collectives import all_gather_values, broadcast_from_master
-from drivetrain.runtime.ranks import data_rank, get_num_processes, num_data_ranks
+from drivetrain.runtime.ranks import data_group, data_rank, get_num_processes, num_data_ranks
 from drivetrain.train.batches import slice_rows
 from drivetrain.train.run_history import InMemoryRunHistory as InMemoryRunHistory
 from drivetrain.train.run_history import RunHistory as RunHistory
@@ -169,17 +169,14 @@ class LossTracker:
         if any(loss.device != device for loss in ring):
             ring = [loss.to(device) for loss in ring]
         dtype = _sum_dtype(device)
-        losses = torch.stack([loss if loss.dtype == ring[0].dtype else loss.to(ring[0].dtype) for loss in ring]).to(
-            dtype
-        )
+        losses = torch.stack([loss.to(ring[0].dtype) for loss in ring]).to(dtype)
         if self.leaves_out_nonfinite:
             finite = torch.isfinite(losses)
             losses = torch.where(finite, losses, 0.0)
             weights = [_weight_tensor(weight, device, dtype) * kept for weight, kept in zip(weights, finite.unbind())]
         numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
         if len(numbers) < len(weights):
-            # A fill is a kernel with the number in it; a tensor made from a list would be copied, and the host would
-            # wait.
+            # A fill is a kernel with the number in it; a tensor made from a list would be copied, and the host would wait.
             counts = torch.stack([_weight_tensor(weight, device, dtype) for weight in weights])
             folded, counted = torch.where(counts > 0, losses * counts, 0.0).sum(), counts.sum()
             self._device_count = counted if self._device_count is None else self._device_count + counted
@@ -225,6 +222,14 @@ def of_data_ranks(value: T) -> list[T]:
     for rank, item in all_gather_values((data_rank(), value)):
         values.setdefault(rank, item)
     return [values[rank] for rank in range(num_data_ranks())]
+
+
+def sum_over_ranks(values: list[Count], device: torch.device | str) -> list[Count]:
+    """Sum numbers over the data ranks at once. Sums on a device are tensors that are not read."""
+    place = torch.device(device)
+    total = torch.stack([_weight_tensor(value, place, _sum_dtype(place)) for value in values])
+    torch.distributed.all_reduce(total, group=data_group())  # on an accelerator the host does not wait
+    return total.tolist() if total.is_cpu else list(total.unbind())
 
 
 def load_sums(tracker: LossTracker, ranks: Sequence[dict[str, int | float]]) -> None:

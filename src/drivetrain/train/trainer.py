@@ -6,7 +6,7 @@ draws the loop; `loop.py` runs it). This file has what users call: the construct
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from drivetrain.runtime.signals import StopSignals
 from drivetrain.train import arguments, checkpoints, loaders, resuming, setup
 from drivetrain.train.accelerator import TrainerRuntime, as_runtime
 from drivetrain.train.agreement import Agreement
-from drivetrain.train.batches import Generate, generate_arguments, padding_token
+from drivetrain.train.batches import Generate, check_generates, generate_arguments, padding_token
 from drivetrain.train.callbacks import DEFAULT_CALLBACKS, CallbackHandler, with_limit_from_environment
 from drivetrain.train.callbacks.control import StrictSteps, warnings_as_errors
 from drivetrain.train.closures import WindowRepeat
@@ -47,7 +47,6 @@ from drivetrain.train.settings import (
     EvalInterval,
     TrainerOptions,
     TrainerPlaceholderValues,
-    TrainerRunConfig,
     TrainSettings,
     check_limit,
     replace_trainer_placeholder_values,
@@ -206,8 +205,8 @@ class Trainer(TrainerLoop):
     def callback_handler(self, handler: Any) -> None:
         self._callback_handler = handler
         if isinstance(handler, CallbackHandler):
-            handler.watch(self._callbacks_changed)
-        self._callbacks_changed(list(handler))
+            handler.watch(self.update_plugins)
+        self.update_plugins()
 
     # ------------------------------------------------------------------ the public methods
 
@@ -300,8 +299,7 @@ class Trainer(TrainerLoop):
         arguments.check_training(given)
         if resume_from is None:
             given["resume_from"] = self._resume_next
-        settings = TrainSettings.from_arguments(given, options)
-        settings = setup.scale_length(settings, self._schedule_ratio(), self.print)
+        settings = TrainSettings.from_arguments(given, options).scaled(self._schedule_ratio(), self.print)
         settings = settings.for_development() if fast_dev_run else resuming.follow_current_run(settings)
         run = self.run = self.run.followed_by(Agreement(self.state), settings)
         self._resume_next = None
@@ -315,12 +313,9 @@ class Trainer(TrainerLoop):
             self.run_history.reset()
         self.run_history._follow(self.state.clock, starts_over=not is_resumed)
         with warnings_as_errors(self.strict), ExitStack() as until_end:
-            place, make_config = self._prepare_model_optimizer_and_dataloaders, self._create_run_config
-            setup.prepare_run(
-                self, train_dataloader_kwargs, eval_dataloader_kwargs, until_end, place=place, make_config=make_config
-            )
-            update = partial(self._callbacks_changed, self.callback_handler)
-            with StopSignals() as run.agreement.signals, watched_ranks(run, self.state.clock, self.device, update):
+            setup.prepare_run(self, train_dataloader_kwargs, eval_dataloader_kwargs, until_end)
+            watch = watched_ranks(run, self.state.clock, self.device, self.update_plugins)
+            with StopSignals() as run.agreement.signals, watch:
                 self._run_training()
         return self.run_history.snapshot()
 
@@ -359,7 +354,7 @@ class Trainer(TrainerLoop):
         arguments.check_model(self.model, self.loss_func)
         arguments.check_loss_func(self.loss_func, self.optimizer)
         chosen = self._options.generate if generate is None else generate_arguments(generate, self._options.generate)
-        setup.check_generation(self, chosen)
+        check_generates(self, chosen)
         if dataset is not None:
             self.eval_dataset = dataset
         if self.eval_dataset is None:
@@ -368,9 +363,7 @@ class Trainer(TrainerLoop):
         self.run_history._follow(self.state.clock)
         if reset_run_history:
             self.run_history.reset()
-        setup.prepare_evaluation(
-            self, per_device_batch_size, dataloader_kwargs, limit_batches, make_config=self._create_run_config
-        )
+        setup.prepare_evaluation(self, per_device_batch_size, dataloader_kwargs, limit_batches)
         history, before = self.run_history, self.run_history._counts()
         with self._reporting_errors(), with_attributes(self.run, generate=chosen):
             self._run_evaluation()
@@ -413,7 +406,7 @@ class Trainer(TrainerLoop):
         check_limit("limit_batches", limit_batches)
         arguments.check_model(self.model, self.loss_func)
         chosen = generate_arguments(generate, self._options.generate)
-        setup.check_generation(self, chosen)
+        check_generates(self, chosen)
         if chosen is not None and padding_value is None:
             padding_value = padding_token(self.model)
         loaders.use_data_ranks(self.run.shared)
@@ -531,7 +524,8 @@ class Trainer(TrainerLoop):
     def _create_callback_handler(self) -> CallbackHandler:
         return CallbackHandler(with_limit_from_environment(self._callbacks))
 
-    def _callbacks_changed(self, callbacks: Sequence[object]) -> None:
+    def update_plugins(self, *changed: object) -> None:
+        """Pass the current plugins to the engine."""
         if hasattr(self, "engine"):
             self.engine.set_plugins(self._plugins())
 
@@ -545,7 +539,7 @@ class Trainer(TrainerLoop):
     def add_algorithms(self, algorithms: Iterable[Plugin]) -> None:
         """Add algorithms that a checkpoint cannot be loaded without."""
         self._algorithms = (*self._algorithms, *algorithms)
-        self.engine.set_plugins(self._plugins())
+        self.update_plugins()
 
     def _prepare_model_optimizer_and_dataloaders(self) -> None:
         """Place model, loss and optimizer; make loaders deliver to the device; wrapping waits until weights are loaded."""
@@ -555,22 +549,10 @@ class Trainer(TrainerLoop):
         self.engine.call("on_loaders_made")
 
     def _prepare_loop(self) -> None:
-        setup.prepare_loop(self, self._plugins)
-
-    def _create_run_config(
-        self,
-        per_device_batch_size: int,
-        num_epochs: int | None,
-        gradient_accumulation_steps: int,
-        max_num_train_steps: int | None,
-        gradient_clip_value: float | None,
-    ) -> TrainerRunConfig:
-        return setup.make_run_config(
-            self, num_epochs, gradient_accumulation_steps, max_num_train_steps, gradient_clip_value
-        )
+        setup.prepare_loop(self)
 
     def _check_eval_batch_size(self) -> None:
-        setup.check_eval_batch_size(self.run.data.evaluation)
+        loaders.map_loaders(setup.check_eval_loader, self.run.data.evaluation)
 
 
 class TrainerWithTimmScheduler(Trainer):
