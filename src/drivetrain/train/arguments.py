@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, RandomSampler
 
 from drivetrain.context.context import Context
 from drivetrain.context.state import State
-from drivetrain.core.arguments import check_callable, check_count, check_flag, check_number, naming
+from drivetrain.core.arguments import check_callable, check_flag, check_number, naming
 from drivetrain.core.binding import check_plugin
 from drivetrain.core.errors import BatchOutputError, ConfigError, ConfigTypeError, DrivetrainWarning, did_you_mean
 from drivetrain.core.event import Event
@@ -39,20 +39,12 @@ _PLAIN = (bool, int, float, complex, str, bytes, bytearray, Tensor, nn.Module)
 
 
 def reject_unknown(function: Callable[..., object], unknown: Mapping[str, object]) -> None:
-    """Raise for an unknown keyword, and name what to write instead: the counterpart of another library's argument, or the nearest
-    of ours.
-    """
+    """Raise for an unknown keyword, and name what to write instead: another library's counterpart, or the nearest of ours."""
     if not unknown:
         return
-    valid = [
-        name
-        for name, parameter in inspect.signature(function).parameters.items()
-        if name != "self" and parameter.kind is not parameter.VAR_KEYWORD
-    ]
-    name = next(iter(unknown))
-    instead = FOREIGN_ARGUMENTS.load()
-    if name in instead:
-        hint = f" Write instead: {instead[name]}."
+    valid, name = [*inspect.signature(function).parameters][1:-1], next(iter(unknown))  # without self and **unknown
+    if (instead := FOREIGN_ARGUMENTS.load().get(name)) is not None:
+        hint = f" Write instead: {instead}."
     else:
         hint = did_you_mean(name, valid) or f" Arguments: {', '.join(valid)}."
     title = "Trainer" if function.__name__ == "__init__" else f"Trainer.{function.__name__}"
@@ -62,15 +54,16 @@ def reject_unknown(function: Callable[..., object], unknown: Mapping[str, object
 def check_constructor(given: Mapping[str, Any]) -> None:
     """Check what a Trainer is made with, apart from model, loss function, optimizer and data."""
     for name in ("callbacks", "algorithms", "loggers"):
-        _check_plugins(name, given[name])
-    for plugin in given["algorithms"] if isinstance(given["algorithms"], list | tuple) else ():
-        with naming("algorithms", plugin):
-            check_plugin(plugin)
-    for logger in given["loggers"] if isinstance(given["loggers"], list | tuple) else ():
-        if not any(callable(getattr(logger, method, None)) for method in ("log_metrics", "scalar")):
-            raise ConfigTypeError(
-                f"loggers: {logger!r} is not a logger. Expected an object with log_metrics(metrics, step=...), or a Recorder."
-            )
+        for plugin in _listed(name, given[name]):
+            if name == "algorithms":
+                with naming("algorithms", plugin):
+                    check_plugin(plugin)
+            elif name == "loggers" and not any(
+                callable(getattr(plugin, one, None)) for one in ("log_metrics", "scalar")
+            ):
+                raise ConfigTypeError(
+                    f"loggers: {plugin!r} is not a logger. Expected an object with log_metrics(metrics, step=...), or a Recorder."
+                )
     history, state, deterministic = given["run_history"], given["state"], given["deterministic"]
     if history is not None and not callable(getattr(history, "update_metric", None)):
         raise ConfigTypeError(f"run_history={history!r}: expected a RunHistory, such as InMemoryRunHistory(), or None.")
@@ -96,13 +89,15 @@ def check_constructor(given: Mapping[str, Any]) -> None:
             check_dataset(name, part)
 
 
-def _check_plugins(name: str, plugins: object) -> None:
+def _listed(name: str, plugins: object) -> Iterable[Any]:
+    """Return plugins that can be read more than once, none of which is a plain value."""
     if isinstance(plugins, str | bytes | Mapping | Tensor) or not isinstance(plugins, Iterable):
         raise ConfigTypeError(f"{name}={plugins!r}: expected a list, such as {name}=[...], also for a single one.")
-    if isinstance(plugins, list | tuple | set | frozenset):
-        for plugin in plugins:
-            if plugin is None or isinstance(plugin, (*_PLAIN, list, tuple, dict, set)) or inspect.isroutine(plugin):
-                raise ConfigTypeError(f"{name}: {plugin!r} is a {type(plugin).__name__}, expected an object of {name}.")
+    listed = plugins if isinstance(plugins, list | tuple | set | frozenset) else ()
+    for plugin in listed:
+        if plugin is None or isinstance(plugin, (*_PLAIN, list, tuple, dict, set)) or inspect.isroutine(plugin):
+            raise ConfigTypeError(f"{name}: {plugin!r} is a {type(plugin).__name__}, expected an object of {name}.")
+    return listed
 
 
 def check_model(model: object, loss_func: object, *, trains: bool = False) -> None:
@@ -127,14 +122,12 @@ def check_model(model: object, loss_func: object, *, trains: bool = False) -> No
     if trains and own_loop:
         message = f"model={type(model).__name__} looks like a LightningModule: the Trainer does not call its {' and '.join(own_loop)}. "
         if loss_func is None:
-            raise ConfigError(
-                message
-                + "Pass the network inside it as model, with loss_func= and optimizer=; move the code of training_step "
-                "into calculate_train_batch_loss of a Trainer subclass."
+            advice = (
+                "Pass the network inside it as model, with loss_func= and optimizer=; move the code of training_step "
             )
-        warnings.warn(
-            message + "The model's forward and the Trainer's loss_func are used.", DrivetrainWarning, stacklevel=4
-        )
+            raise ConfigError(f"{message}{advice}into calculate_train_batch_loss of a Trainer subclass.")
+        message += "The model's forward and the Trainer's loss_func are used."
+        warnings.warn(message, DrivetrainWarning, stacklevel=4)
 
 
 def check_loss_func(loss_func: object, optimizer: object = None) -> None:
@@ -173,14 +166,6 @@ def check_optimizer_type(optimizer: object) -> None:
             f"optimizer={optimizer!r} is a {type(optimizer).__name__} and cannot step. Expected a torch optimizer, such as "
             "torch.optim.AdamW(model.parameters()), units of drivetrain.optim, or the path of their YAML."
         )
-
-
-def check_rates(optimizer: torch.optim.Optimizer) -> None:
-    """Raise for learning rates that are NaN, infinite or negative. A rate on a device is not read."""
-    for index, group in enumerate(optimizer.param_groups):
-        rate = group.get("lr")
-        if rate is not None and not isinstance(rate, Tensor):
-            check_number("lr", rate, at_least=0, owner=f"optimizer.param_groups[{index}]")
 
 
 def check_dataset(name: str, data: object) -> None:
@@ -239,35 +224,15 @@ def _differs(loader: object, key: str, value: object) -> bool:
     return getattr(loader, key, None) != value
 
 
-def check_training(given: Mapping[str, object]) -> None:
-    """Check those arguments of `train()` that are not settings."""
-    check_flag("reset_run_history", given["reset_run_history"])
-    for name in ("train_dataloader_kwargs", "eval_dataloader_kwargs"):
-        check_mapping(name, given[name])
-    check_collate(given["collate_fn"])
-    if given["max_grad_norm"] is not None:
-        check_number("max_grad_norm", given["max_grad_norm"], above=0, infinite=True)
-
-
-def check_loader_arguments(
-    per_device_batch_size: object, dataloader_kwargs: object, collate_fn: object, *, name: str = "dataloader_kwargs"
-) -> None:
-    """Check the arguments that build a loader."""
-    check_count("per_device_batch_size", per_device_batch_size)
-    check_mapping(name, dataloader_kwargs)
-    check_collate(collate_fn)
-
-
-def check_collate(collate_fn: object) -> None:
-    """Raise for a collate function that does not take a list of samples."""
+def check_loader_arguments(collate_fn: object, **loader_arguments: object) -> None:
+    """Check what makes batches, and arguments of loaders, by the name under which the user passes them."""
     if collate_fn is not None:
         check_callable("collate_fn", collate_fn, "a function of a list of samples", classes=True)
-
-
-def check_mapping(name: str, value: object) -> None:
-    """Raise for loader arguments that are not a mapping by name."""
-    if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
-        raise ConfigTypeError(f"{name}={value!r}: expected a dict of loader arguments, such as {{'num_workers': 4}}.")
+    for name, value in loader_arguments.items():
+        if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
+            raise ConfigTypeError(
+                f"{name}={value!r}: expected a dict of loader arguments, such as {{'num_workers': 4}}."
+            )
 
 
 # ---------------------------------------------------------------------- before the first step, and what a first batch must show
@@ -287,9 +252,13 @@ def check_optimizer(state: State, strict: bool) -> None:
         )
     optimizer = state.optimizers[0]
     check_optimizer_type(optimizer)
-    if isinstance(optimizer, torch.optim.Optimizer):
-        check_rates(optimizer)
-    if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(model, nn.Module):
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    for index, group in enumerate(optimizer.param_groups):
+        rate = group.get("lr")
+        if rate is not None and not isinstance(rate, Tensor):  # a rate on a device is not read
+            check_number("lr", rate, at_least=0, owner=f"optimizer.param_groups[{index}]")
+    if not isinstance(model, nn.Module):
         return
     held = {id(p) for p in served_parameters(optimizer)}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -322,7 +291,7 @@ def check_scheduler(given: object, optimizer: object, units: object) -> None:
                 "the Trainer's optimizer, or pass a function of the optimizer."
             )
     elif not callable(given):
-        raise _NotCallable(
+        raise ConfigTypeError(
             f"create_scheduler_fn={given!r} is not callable. Expected a function of the optimizer that returns a scheduler, for example "
             "functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100)."
         )
@@ -335,9 +304,7 @@ def check_schedule_length(scheduler: object, run: "Run") -> None:
     if not isinstance(planned, int) or config is None or settings.fast_dev_run:
         return
     steps = _steps_of_schedule(settings, run.agreement.limits, config.num_local_update_steps_per_epoch)
-    if steps is None:
-        return
-    if 0 <= planned - steps <= 1:  # one to spare is a habit, and moves the rate by next to nothing
+    if steps is None or 0 <= planned - steps <= 1:  # one to spare is a habit, and moves the rate by next to nothing
         return
     effect = "the rate does not reach its end value" if planned > steps else "it ends before the run does"
     advice = "Give it the steps of this run, for example by TrainerPlaceholderValues."
@@ -367,10 +334,6 @@ def _steps_of_schedule(settings: TrainSettings, limits: RunLimits, updates_per_e
     return min(ends, default=None)
 
 
-class _NotCallable(ConfigError, TypeError):
-    """A configuration error that is also the TypeError such code used to raise."""
-
-
 def check_batch_output(output: object, trainer: "EvaluationLoop") -> None:
     """Raise if the result of a loss hook lacks what the loop needs, or if a hook hides events from their listeners."""
     if not isinstance(output, Mapping):
@@ -389,12 +352,21 @@ def check_batch_output(output: object, trainer: "EvaluationLoop") -> None:
         raise BatchOutputError(
             f"the loss is a {type(loss).__name__}, expected a scalar tensor. Do not call .item() on it in the hook."
         )
-    if not trainer.run.is_evaluating:
-        step = trainer.run.loss
-        _check_hidden(trainer, Event.AFTER_FORWARD, step.saw_forward, "self.forward(...)", "self.model(...)")
-        _check_hidden(
-            trainer, Event.BEFORE_LOSS, step.saw_loss, "self.compute_loss(outputs, targets)", "self.loss_func(...)"
-        )
+    step, engine = trainer.run.loss, trainer.engine
+    calls = (
+        (Event.AFTER_FORWARD, step.saw_forward, "self.forward(...) in the hook instead of self.model(...)"),
+        (
+            Event.BEFORE_LOSS,
+            step.saw_loss,
+            "self.compute_loss(outputs, targets) in the hook instead of self.loss_func(...)",
+        ),
+    )
+    for event, was_fired, call in calls:
+        if not was_fired and not trainer.run.is_evaluating and engine.has_algorithm_for(event):
+            names = ", ".join(type(plugin).__name__ for plugin in engine.listeners(event))
+            raise ConfigError(
+                f"{type(trainer).__name__}.calculate_train_batch_loss hides {event.name} from {names}, which needs it. Call {call}."
+            )
 
 
 def warn_of_sample_weights(trainer: "EvaluationLoop", counting: "LossCounting", output: Mapping[str, object]) -> None:
@@ -413,16 +385,6 @@ def warn_of_sample_weights(trainer: "EvaluationLoop", counting: "LossCounting", 
         "the batch or 'labels', or return num_items from the loss hook.",
         DrivetrainWarning,
         stacklevel=2,
-    )
-
-
-def _check_hidden(trainer: "EvaluationLoop", event: Event, seen: bool, call: str, instead_of: str) -> None:
-    if seen or not trainer.engine.has_algorithm_for(event):
-        return
-    names = ", ".join(type(plugin).__name__ for plugin in trainer.engine.listeners(event))
-    raise ConfigError(
-        f"{type(trainer).__name__}.calculate_train_batch_loss hides {event.name} from {names}, which needs it. Call {call} in the hook "
-        f"instead of {instead_of}."
     )
 
 
@@ -448,9 +410,7 @@ def check_watched_metrics(callbacks: Iterable[object], eval_sets: Sequence[str] 
     """
     for callback in callbacks:
         metric = getattr(callback, "watch_metric", None)
-        is_compared = getattr(
-            callback, "evaluate_during_training", True
-        )  # an average may be saved without being compared
+        is_compared = getattr(callback, "evaluate_during_training", True)  # else an average is only saved
         if isinstance(metric, str) and is_compared and (reason := _why_never_recorded(metric, eval_sets)):
             raise ValueError(f"{type(callback).__name__} watches {metric!r}, {reason}")
 

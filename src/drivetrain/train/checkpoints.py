@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.checkpointer import Checkpointer
     from drivetrain.checkpoint.progress import Restored
 
+_LOADABLE = (bool, int, float, complex, str, bytes, torch.Tensor, torch.dtype, torch.device)
 RESERVED = ("model_state_dict", "optimizer_state_dict", "scheduler_state_dict")
 
 
@@ -79,12 +80,9 @@ class CheckpointSchedule:
         self.saves_inside_epochs = False
         if settings.checkpoint_dir is None:
             return
-        self.checkpointer = _checkpointer(
-            state,
-            keep=settings.keep_checkpoints,
-            dir=settings.checkpoint_dir,
-            async_save="auto" if settings.async_checkpoint else False,
-            signals=False,  # the run acts on them
+        mode = "auto" if settings.async_checkpoint else False
+        self.checkpointer = _checkpointer(  # the run acts on signals
+            state, keep=settings.keep_checkpoints, dir=settings.checkpoint_dir, async_save=mode, signals=False
         )
         if settings.checkpoint_every is not None:
             every = parse_time("checkpoint_every", settings.checkpoint_every)
@@ -106,17 +104,13 @@ class CheckpointSchedule:
             waiting, self._waiting = self._waiting, []
             for save in waiting:
                 save()
-        if self._every is None:
-            return
-        if run_ends or (not self._every.is_per_epoch and self._every.due(self._state.clock)):
+        if self._every is not None and (run_ends or (self.saves_inside_epochs and self._every.due(self._state.clock))):
             self.save()
 
     def at_epoch_end(self, run_ends: bool) -> None:
         """Save after an epoch and its evaluation if it is due."""
-        if self._every is None:
-            return
-        due = self._every.due(self._state.clock) if self._every.is_per_epoch else False
-        if due or run_ends:
+        every = self._every
+        if every is not None and ((every.is_per_epoch and every.due(self._state.clock)) or run_ends):
             self.save()
 
     def save(self, final: bool = False) -> None:
@@ -125,27 +119,23 @@ class CheckpointSchedule:
         if writer is None or (self._saved_at == (clock.epoch, clock.batch) and writer.last_failure is None):
             return
         self._saved_at = (clock.epoch, clock.batch)
-        name = f"ep{clock.epoch}-ba{clock.batch}"
         try:
-            self.last = writer.save(id=name, metrics=self._metrics(), final=final)
-        except NonFiniteStateError as error:
-            if not self._goes_on_after(error, final):
+            history = self._state.history
+            latest = {name: history.get_latest_metric(name) for name in history.get_metric_names()}
+            metrics = {name: float(value) for name, value in latest.items() if isinstance(value, int | float)}
+            self.last = writer.save(id=f"ep{clock.epoch}-ba{clock.batch}", metrics=metrics, final=final)
+        except NonFiniteStateError as error:  # on all ranks
+            if self.good is not None:
+                self.good.restore()
+                self._report(f"{error} Rolled back to the state after update {self.good.step}.")
+            elif final or self._ignores_nonfinite:
+                warnings.warn(str(error), DrivetrainWarning, stacklevel=2)
+            else:
+                self._agreement.is_reached = True
                 raise
         else:
             if self.good is not None:
                 self.good.take()
-
-    def _goes_on_after(self, error: NonFiniteStateError, final: bool) -> bool:
-        """Return whether the run goes on although its state is not finite; all ranks come here together."""
-        if self.good is not None:
-            self.good.restore()
-            self._report(f"{error} Rolled back to the state after update {self.good.step}.")
-            return True
-        if final or self._ignores_nonfinite:
-            warnings.warn(str(error), DrivetrainWarning, stacklevel=3)
-            return True
-        self._agreement.is_reached = True
-        return False
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
@@ -161,11 +151,6 @@ class CheckpointSchedule:
         """Wait for the current save without raising, after another error."""
         if self.checkpointer is not None:
             self.checkpointer.settle()
-
-    def _metrics(self) -> dict[str, float]:
-        history = self._state.history
-        latest = {name: history.get_latest_metric(name) for name in history.get_metric_names()}
-        return {name: float(value) for name, value in latest.items() if isinstance(value, int | float)}
 
 
 def _checkpointer(state: State, **settings: Any) -> "Checkpointer":
@@ -194,7 +179,8 @@ def save_checkpoint(
     optimizers, schedulers = state.optimizers[:1] if optimizer else (), state.schedulers[:1] if scheduler else ()
     found = nonfinite_state({"model": model, "optimizer": next(iter(optimizers), None)})
     if any(all_gather_values(bool(found))):
-        _warn_unsaved(f"{path} was not written: {', '.join(found[:5]) or 'a rank'} hold NaN or infinity.")
+        text = f"{path} was not written: {', '.join(found[:5]) or 'a rank'} hold NaN or infinity."
+        warnings.warn(text, DrivetrainWarning, stacklevel=3)
         return
     content = {"model_state_dict": clean_state_dict(model) if isinstance(model, nn.Module) else model.state_dict()}
     for held in optimizers:
@@ -219,33 +205,34 @@ def load_checkpoint(
         raise ValueError(
             f"{path} holds {', '.join(map(str, content))}, expected 'model_state_dict'; it was not written by save_checkpoint."
         )
-    wanted = [("an", "optimizer", optimizer, state.optimizers), ("a", "scheduler", scheduler, state.schedulers)]
-    found = [(name, holders) for _, name, is_wanted, holders in wanted if is_wanted and f"{name}_state_dict" in content]
-    for article, name, _, _ in wanted:
-        if (name, ()) in found:
+    wanted = {
+        "optimizer": state.optimizers if optimizer else None,
+        "scheduler": state.schedulers if scheduler else None,
+    }
+    wanted = {name: held for name, held in wanted.items() if held is not None and f"{name}_state_dict" in content}
+    for name, held in wanted.items():
+        if not held:
             raise ValueError(
-                f"{path} holds the state of {article} {name}, but the Trainer has none. "
-                f"Create the {name} first, or pass load_{name}=False."
+                f"{path} holds the state of the {name}, but the Trainer has none. Create the {name} first, or pass load_{name}=False."
             )
     load_clean_state_dict(state.model, content["model_state_dict"])
-    for name, holders in found:
-        holders[0].load_state_dict(content[f"{name}_state_dict"])
+    for name, held in wanted.items():
+        held[0].load_state_dict(content[f"{name}_state_dict"])
     return content
 
 
 def _read(path: Path, device: object) -> StateDict:
     """Return the entries of a checkpoint file; whatever else is in it, or goes wrong, is one error."""
+    from drivetrain.checkpoint.reader import read_torch_file
+
     if path.is_dir():
         raise CheckpointError(
             f"{path} is a folder. load_checkpoint reads a file; use load_training_state for a folder."
         )
-    from drivetrain.checkpoint.reader import read_torch_file
-
     content = read_torch_file(path, device)
     if not isinstance(content, dict):
-        raise CheckpointError(
-            f"{path} holds a {type(content).__name__}, not a checkpoint: expected a dict with 'model_state_dict'."
-        )
+        kind = type(content).__name__
+        raise CheckpointError(f"{path} holds a {kind}, not a checkpoint: expected a dict with 'model_state_dict'.")
     if not isinstance(content.get("model_state_dict", {}), Mapping):
         kind = type(content["model_state_dict"]).__name__
         raise CheckpointError(f"{path} holds a 'model_state_dict' that is a {kind}, expected a dict of tensors.")
@@ -258,11 +245,7 @@ def save_state(state: State, folder: AnyPath, custom: Mapping[str, object]) -> N
     try:
         _checkpointer(state, dir=folder, keep=1, async_save=False).save(id="state", final=True)
     except NonFiniteStateError as error:
-        _warn_unsaved(str(error))
-
-
-def _warn_unsaved(message: str) -> None:
-    warnings.warn(message, DrivetrainWarning, stacklevel=4)
+        warnings.warn(str(error), DrivetrainWarning, stacklevel=3)
 
 
 def load_state(state: State, folder: AnyPath) -> StateDict:
@@ -288,9 +271,9 @@ def restore_from(state: State, folder: AnyPath) -> "Restored | None":
     path = Path(folder)
     if not path.exists():
         raise FileNotFoundError(f"resume_from: no checkpoint at {folder}: the path does not exist.")
-    if (path / "manifest.json").exists():
-        return _checkpointer(state, dir=path.parent, keep=None, async_save=False).restore(path)
-    return _checkpointer(state, dir=path, keep=None, async_save=False).restore("last")
+    is_checkpoint = (path / "manifest.json").exists()
+    reader = _checkpointer(state, dir=path.parent if is_checkpoint else path, keep=None, async_save=False)
+    return reader.restore(path if is_checkpoint else "last")
 
 
 def plain_scheduler_state(scheduler: Any) -> StateDict:
@@ -311,10 +294,8 @@ def check_entries(custom: Mapping[str, object] | None) -> None:
 
 
 def _is_loadable(value: object) -> bool:
-    if value is None or isinstance(
-        value, bool | int | float | complex | str | bytes | torch.Tensor | torch.dtype | torch.device
-    ):
-        return True
     if isinstance(value, Mapping):
         return all(_is_loadable(key) and _is_loadable(item) for key, item in value.items())
-    return isinstance(value, list | tuple | set) and type(value) in (list, tuple, set) and all(map(_is_loadable, value))
+    if type(value) is list or type(value) is tuple or type(value) is set:
+        return all(map(_is_loadable, value))
+    return value is None or isinstance(value, _LOADABLE)

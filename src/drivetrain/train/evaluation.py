@@ -100,6 +100,7 @@ class EvaluationLoop(TrainerHooks):
     """Evaluates, and records the results."""
 
     engine: Engine
+    _handle_requests: Callable[[], None]  # a method of `TrainerLoop`
 
     # ------------------------------------------------------------------ evaluation
 
@@ -206,10 +207,6 @@ class EvaluationLoop(TrainerHooks):
         if not plan.was_cut:
             plan.unfinished = ""
         self._handle_requests()
-
-    def _handle_requests(self) -> None:
-        """Act on a stop or a signal of any rank, outside a step."""
-        raise NotImplementedError  # `TrainerLoop` ends runs
 
     def evaluate_between_steps(self) -> None:
         """Evaluate between two steps; then a plateau schedule and the callbacks that watch a metric act on it."""

@@ -1,6 +1,6 @@
 """The state of a Trainer, and the hooks that users override: one method for each position in the loop."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -43,15 +43,15 @@ if TYPE_CHECKING:
     from drivetrain.train.callbacks import CallbackHandler
 
 
-def part_of_run(path: str) -> Any:
-    """Return a property that reads and writes a field of the Trainer's run."""
-    holder, _, name = f"run.{path}".rpartition(".")
+def part(path: str, doc: str | None = None) -> Any:
+    """Return a property that reads and writes a part of what the Trainer holds, such as a field of its run."""
+    holder, _, name = path.rpartition(".")
     find = attrgetter(holder)
 
     def assign(trainer: "TrainerHooks", value: object) -> None:
         setattr(find(trainer), name, value)
 
-    return property(attrgetter(f"run.{path}"), assign)
+    return property(attrgetter(path), assign, doc=doc)
 
 
 class TrainerHooks:
@@ -68,31 +68,28 @@ class TrainerHooks:
     create_scheduler_fn: object
     scale_schedule_ratio: float
     _options: TrainerOptions
+    overrides: Callable[[str], bool]  # a method of `Trainer`
+    _perform_forward_and_backward_passes: Callable[[object, int], None]  # of `TrainerLoop`
 
-    settings: TrainSettings | None = part_of_run("settings")
-    run_config: TrainerRunConfig | None = part_of_run("config")
-    evaluating: bool = part_of_run("is_evaluating")
+    model: Any = part(
+        "state.model", "The model. It is wrapped while several processes train it, else it is the user's own."
+    )
+    run_history: RunHistory = part("logbook.history", "The recorded values, by metric.")
+    settings: TrainSettings | None = part("run.settings")
+    run_config: TrainerRunConfig | None = part("run.config")
+    evaluating: bool = part("run.is_evaluating")
     # What subclasses written for pytorch-accelerated read or assign.
-    _train_dataloader: Any = part_of_run("data.train")
-    _eval_dataloader: Any = part_of_run("data.evaluation")
-    _train_dl_kwargs: Settings | None = part_of_run("data.train_kwargs")
-    _eval_dl_kwargs: Settings | None = part_of_run("data.eval_kwargs")
-    _loss_tracker: LossTracker = part_of_run("measures.tracker")
-    _train_metrics: MetricSet = part_of_run("measures.train_metrics")
-    _eval_metrics: MetricSet = part_of_run("measures.eval_metrics")
+    _train_dataloader: Any = part("run.data.train")
+    _eval_dataloader: Any = part("run.data.evaluation")
+    _train_dl_kwargs: Settings | None = part("run.data.train_kwargs")
+    _eval_dl_kwargs: Settings | None = part("run.data.eval_kwargs")
+    _loss_tracker: LossTracker = part("run.measures.tracker")
+    _train_metrics: MetricSet = part("run.measures.train_metrics")
+    _eval_metrics: MetricSet = part("run.measures.eval_metrics")
 
     plan: "Strategy | None" = None  # as it was applied to the state
 
     # ------------------------------------------------------------------ what the trainer holds
-
-    @property
-    def model(self) -> Any:
-        """The model. It is wrapped while several processes train it; before and after it is the user's own."""
-        return self.state.model
-
-    @model.setter
-    def model(self, model: object) -> None:
-        self.state.model = model
 
     @property
     def loss_func(self) -> Any:
@@ -126,15 +123,6 @@ class TrainerHooks:
         self.run.shared.scheduler_is_ours = False
 
     @property
-    def run_history(self) -> RunHistory:
-        """The recorded values, by metric."""
-        return self.logbook.history
-
-    @run_history.setter
-    def run_history(self, history: RunHistory) -> None:
-        self.logbook.history = history
-
-    @property
     def last_checkpoint(self) -> AnyPath | None:
         """The checkpoint that the run was resumed from, or the last one it wrote."""
         return None if self.run.checkpoints is None else self.run.checkpoints.last
@@ -153,10 +141,6 @@ class TrainerHooks:
     def _accelerator(self, runtime: TrainerRuntime) -> None:
         self.runtime = runtime
 
-    def overrides(self, name: str) -> bool:
-        """Return whether a subclass, or a function assigned to the instance, replaces a method of the Trainer."""
-        raise NotImplementedError  # `Trainer` knows its own methods
-
     @property
     def device(self) -> torch.device:
         """The device of the model and the batches."""
@@ -169,9 +153,7 @@ class TrainerHooks:
         self.run.agreement.stop = self.run.agreement.stop or reason
 
     def log(self, name: str, value: float | Tensor, weight: float | None = None) -> None:
-        """Record the weighted mean of a value over the epoch as `train_<name>_epoch` or `eval_<name>_epoch`. The value stays on
-        the device.
-        """
+        """Record the weighted mean of a value, which stays on its device, as `train_<name>_epoch` or `eval_<name>_epoch`."""
         output = self.state.batch_output
         if weight is None:  # inside a loss hook its output is not there yet
             weight = output["batch_size"] if isinstance(output, Mapping) else batch_size_of(None, self.state.batch)
@@ -243,10 +225,6 @@ class TrainerHooks:
         elif settings.gradient_clip_value is not None:
             self.runtime.clip_grad_value_(run.stepper.parameters, settings.gradient_clip_value)
 
-    def _perform_forward_and_backward_passes(self, batch: object, step: int) -> None:
-        """Compute the loss of a batch and its gradients."""
-        raise NotImplementedError  # `TrainerLoop` makes the passes
-
     def scheduler_step(self) -> None:
         """Advance the learning rate, unless the update was skipped."""
         if self.state.schedulers and not self.runtime.optimizer_step_was_skipped:
@@ -316,8 +294,7 @@ class TrainerHooks:
         if not callable(self.create_scheduler_fn):
             return self.create_scheduler_fn  # an instance; its optimizer has been checked
         if follows_state(self.create_scheduler_fn):
-            ratio = self._schedule_ratio()
-            return compile_state_schedule(self.create_scheduler_fn, self.state, ratio)
+            return compile_state_schedule(self.create_scheduler_fn, self.state, self._schedule_ratio())
         return replace_trainer_placeholder_values(self, self.create_scheduler_fn)(self.optimizer)
 
     def _schedule_ratio(self) -> float:
@@ -384,10 +361,7 @@ class TrainerHooks:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call `generate` of the model inside its wrappers, with the arguments of `generate=`, in the run's precision."""
-        with (
-            self.runtime.autocast(),
-            uncompiled(),
-        ):  # lengths change: compiled, each of them would be compiled again
+        with self.runtime.autocast(), uncompiled():  # each new length would be compiled again
             return call_generate(self.model, args, {**kwargs, **(self.run.generate or {})})
 
     def compute_loss(self, outputs: Any, targets: Any = None) -> Tensor:

@@ -262,7 +262,7 @@ def batch_size_of_loader(loader: object) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def unsliced(loader: object) -> object:
+def unsliced(loader: object) -> Any:
     """Return the loader inside a slice of it."""
     while isinstance(loader, DataLoaderSlice):
         loader = loader.dl
@@ -281,7 +281,7 @@ def is_padding(loader: object) -> bool:
     return smart is not None and smart.batch_info is not None and smart.batch_info.size == 0
 
 
-def set_epoch(loader: object, epoch: int) -> None:
+def set_epoch(loader: Any, epoch: int) -> None:
     """Pass the number of the epoch to a loader, or to its sampler."""
     loader = unsliced(loader)
     for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):

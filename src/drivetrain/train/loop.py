@@ -47,6 +47,7 @@ class TrainerLoop(EvaluationLoop):
     """Runs the loop of a Trainer."""
 
     last_grad_norm: Tensor | None
+    _prepare_loop: Callable[[], None]  # a method of `Trainer`
     _calls: StepCalls  # of the current epoch; they refer to the trainer, so they are deleted at its end
 
     # ------------------------------------------------------------------ the training run
@@ -86,10 +87,6 @@ class TrainerLoop(EvaluationLoop):
             raise agreement.stop
         if agreement.stop is not None:
             agreement.stop.__traceback__ = None  # its frames hold the Trainer
-
-    def _prepare_loop(self) -> None:
-        """Decide what each step would otherwise ask."""
-        raise NotImplementedError  # `Trainer` knows how a run is set up
 
     def _run_epoch(self) -> bool:
         """Train over the data once, evaluate when due; True means that the run has reached an end inside the epoch."""

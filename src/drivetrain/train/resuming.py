@@ -1,8 +1,9 @@
 """How a run starts, is restored, and ends: the state that it fills, and how it handles signals."""
 
+import signal
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -74,17 +75,11 @@ def follow_current_run(settings: TrainSettings) -> TrainSettings:
     run = current_run()
     if run is None:
         return settings
-    folder = settings.checkpoint_dir if settings.checkpoint_dir is not None else Path(run.folder) / "checkpoints"
-    resume = settings.resume_from
-    if resume is None and run.params.get("resume", "never") != "never":
-        resume = "auto"
-    is_own = settings.checkpoint_dir is None  # the experiment has made the folder for this run
-    return replace(
-        settings,
-        checkpoint_dir=folder,
-        resume_from=resume,
-        overwrite_checkpoints=settings.overwrite_checkpoints or is_own,
-    )
+    if settings.resume_from is None and run.params.get("resume", "never") != "never":
+        settings = replace(settings, resume_from="auto")
+    if settings.checkpoint_dir is None:  # the experiment has made the folder for this run
+        settings = replace(settings, checkpoint_dir=Path(run.folder) / "checkpoints", overwrite_checkpoints=True)
+    return settings
 
 
 def restore(trainer: "Trainer") -> None:
@@ -123,7 +118,7 @@ def fill_state(trainer: "Trainer") -> None:
     """Put everything that determines the next step into the state."""
     run, state, history = trainer.run, trainer.state, trainer.run_history
     settings, loader = run.require_settings(), run.data.train
-    state._before_load = _adds_required_algorithms(weakref.ref(trainer))
+    state._before_load = partial(_add_required_algorithms, weakref.ref(trainer))
     # An open window's gradients are each rank's own.
     state._rank_local = {
         "gradients.partial": merge_windows,
@@ -149,9 +144,8 @@ def fill_state(trainer: "Trainer") -> None:
 class EpochLoss:
     """The epoch's loss so far over all data ranks: exact on the same number of ranks, the correct sum on any other number.
 
-    How many evaluations have been made inside epochs is kept with it, so that a resumed run makes the next one where it was due.
-    With it go what the run was about to do, the evaluation that a signal cut short or the end of the epoch, and the means that
-    loggers get next.
+    With it are saved how many evaluations have been made inside epochs, what the run was about to do (the evaluation that a signal cut
+    short, or the end of the epoch), and the means that loggers get next.
     """
 
     def __init__(self, measures: Measures, evaluation: EvaluationPlan, restored: RestoredParts, logbook: Logbook):
@@ -182,21 +176,13 @@ class EpochLoss:
         load_sums(self._measures.tracker, state["ranks"])
 
 
-def _adds_required_algorithms(trainer: "weakref.ref[Trainer]") -> Callable[[StateDict], None]:
-    """Return what a load calls first. The state must not keep the Trainer alive, which holds it."""
-
-    def before_load(saved: StateDict) -> None:
-        if (owner := trainer()) is not None:
-            _add_required_algorithms(owner, saved)
-
-    return before_load
-
-
-def _add_required_algorithms(trainer: "Trainer", saved: StateDict) -> None:
+def _add_required_algorithms(find_trainer: "weakref.ref[Trainer]", saved: StateDict) -> None:
     """Add algorithms that the saved model cannot be loaded without, by registry name, and let them do their surgery."""
-    state = trainer.state
+    trainer = find_trainer()  # the state holds this function, and must not keep the Trainer alive
+    if trainer is None:
+        return
+    state, live = trainer.state, {type(plugin).__name__ for plugin in trainer.state.algorithms}
     entries = [entry for entry in saved.get("algorithms") or () if entry.get("required")]
-    live = {type(plugin).__name__ for plugin in state.algorithms}
     if all(entry["name"] in live for entry in entries):
         return
     from drivetrain.algorithms.registry import restore_required
@@ -233,11 +219,19 @@ def _load(trainer: "Trainer", checkpoints: CheckpointSchedule, source: AnyPath) 
         FOREIGN_STATE.load().restore(state, Path(source))
     else:
         restored = restore_from(state, source)
-    run.restored.rng = _shared_rng(getattr(restored, "rng", None))
-    clock = state.clock
+    rng, clock = getattr(restored, "rng", None), state.clock
+    is_shared = (
+        num_data_ranks() != get_num_processes()
+    )  # then ranks that share samples take one, also of a run with other ranks
+    run.restored.rng = of_data_ranks(rng)[data_rank()] if rng is not None and is_shared else rng
     trainer.run_history._set_epoch(clock.epoch if run.evaluation.unfinished == "epoch" else clock.epoch + 1)
-    if clock.batch_in_epoch:
-        _check_returns_to_place(state.train_dataloader, clock.batch_in_epoch)
+    loader = type(state.train_dataloader)
+    if clock.batch_in_epoch and not callable(getattr(loader, "load_state_dict", None)):
+        raise ResumeError(
+            f"the checkpoint was taken {clock.batch_in_epoch} batches into an epoch, but the training loader ({loader.__name__}) cannot "
+            "restore its position: it has no load_state_dict. Give train() the dataset instead of the loader, use "
+            "drivetrain.SmartDataLoader, or resume from a checkpoint at the end of an epoch."
+        )
     checkpoints.last = getattr(restored, "path", source)
     trainer.print(
         f"Resumed {checkpoints.last}: epoch {clock.epoch + 1}, batch {clock.batch_in_epoch}, {clock.step} updates done."
@@ -267,25 +261,6 @@ def _report_replaced(trainer: "Trainer", given: list[dict[str, float]]) -> None:
     trainer.print(
         f"Parameter group {index} continues with {saved} from the checkpoint, not with the given {own}.{others} To change it, set it in "
         "trainer.optimizer.param_groups from a callback, or start a new run from the weights."
-    )
-
-
-def _shared_rng(rng: StateDict | None) -> StateDict | None:
-    """Return the random state to go on with; ranks that share samples take one, also when the saved run had other ranks."""
-    if rng is None or num_data_ranks() == get_num_processes():
-        return rng
-    return of_data_ranks(rng)[data_rank()]
-
-
-def _check_returns_to_place(loader: object, batches: int) -> None:
-    """Reject a loader that cannot return to a position inside an epoch."""
-    if callable(getattr(type(loader), "load_state_dict", None)):
-        return
-    raise ResumeError(
-        f"the checkpoint was taken {batches} batches into an epoch, but the training loader "
-        f"({type(loader).__name__}) cannot restore its position: "
-        f"it has no load_state_dict. Give train() the dataset instead of the loader, use drivetrain.SmartDataLoader, or resume from "
-        "a checkpoint at the end of an epoch."
     )
 
 
@@ -326,7 +301,7 @@ def handle_signal(number: int, signals: StopSignals, checkpoints: CheckpointSche
     run = current_run()
     if run is not None and hasattr(run, "interrupted"):
         run.interrupted = True
-    if number == 2:  # SIGINT: what Ctrl-C has always raised
+    if number == signal.SIGINT:  # what Ctrl-C has always raised
         raise KeyboardInterrupt
     raise SystemExit(exit_status(number))
 

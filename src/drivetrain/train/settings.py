@@ -94,8 +94,9 @@ class TrainSettings:
             given["max_duration"] = parse_time("max_duration", given["max_duration"])
         if given["eval_interval"] is None:
             given["eval_interval"] = "1ep" if options.eval_interval is None else options.eval_interval
-        if given["gradient_clip_norm"] is None:
-            given["gradient_clip_norm"] = arguments["max_grad_norm"]  # transformers' name
+        if arguments["max_grad_norm"] is not None:  # transformers' name
+            norm = check_number("max_grad_norm", arguments["max_grad_norm"], above=0, infinite=True)
+            given["gradient_clip_norm"] = norm if given["gradient_clip_norm"] is None else given["gradient_clip_norm"]
         if given["hang_timeout"] is not None:
             given["hang_timeout"] = parse_time("hang_timeout", given["hang_timeout"], TimeUnit.SECOND)
         return cls(**{**given, "nonfinite": NonFinitePolicy.of(given["nonfinite"])})

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.context.context import Context
-from drivetrain.core.arguments import check_flag, check_number, naming
+from drivetrain.core.arguments import check_count, check_flag, check_number, naming
 from drivetrain.core.containers import with_attributes
 from drivetrain.core.engine import Engine
 from drivetrain.core.errors import ConfigError
@@ -296,7 +296,10 @@ class Trainer(TrainerLoop):
         """
         given, options = locals(), self._options
         arguments.reject_unknown(Trainer.train, unknown)
-        arguments.check_training(given)
+        arguments.check_loader_arguments(
+            collate_fn, train_dataloader_kwargs=train_dataloader_kwargs, eval_dataloader_kwargs=eval_dataloader_kwargs
+        )
+        check_flag("reset_run_history", reset_run_history)
         if resume_from is None:
             given["resume_from"] = self._resume_next
         settings = TrainSettings.from_arguments(given, options).scaled(self._schedule_ratio(), self.print)
@@ -348,7 +351,8 @@ class Trainer(TrainerLoop):
             generate: compute metrics of generated sequences; None uses the constructor's setting.
         """
         arguments.reject_unknown(Trainer.evaluate, unknown)
-        arguments.check_loader_arguments(per_device_batch_size, dataloader_kwargs, collate_fn)
+        check_count("per_device_batch_size", per_device_batch_size)
+        arguments.check_loader_arguments(collate_fn, dataloader_kwargs=dataloader_kwargs)
         check_flag("reset_run_history", reset_run_history)
         check_limit("limit_batches", limit_batches)
         arguments.check_model(self.model, self.loss_func)
@@ -399,7 +403,8 @@ class Trainer(TrainerLoop):
             generate: return generated sequences, padded with the model's padding token where its configuration names one.
         """
         arguments.reject_unknown(Trainer.predict, unknown)
-        arguments.check_loader_arguments(per_device_batch_size, dataloader_kwargs, collate_fn)
+        check_count("per_device_batch_size", per_device_batch_size)
+        arguments.check_loader_arguments(collate_fn, dataloader_kwargs=dataloader_kwargs)
         check_flag("to_cpu", to_cpu)
         if padding_value is not None:
             check_number("padding_value", padding_value, infinite=True)
