@@ -5,8 +5,8 @@ members that such code calls are here, on top of `drivetrain.runtime`.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from drivetrain.core.containers import leaves
 from drivetrain.core.errors import DistributedError
 from drivetrain.core.files import replacing
 from drivetrain.core.lazy import Slot
@@ -42,6 +43,20 @@ def as_runtime(given: object, precision: str | Precision | None = None) -> "Trai
     return given if isinstance(given, TrainerRuntime) else FOREIGN_RUNTIME.load()(given, precision)
 
 
+def _fact(read: Callable[[], T]) -> T:
+    """Return a property that asks a function about this process."""
+    return property(lambda runtime: read())  # type: ignore[return-value]
+
+
+def _unsupported(name: str, advice: str) -> Callable[..., None]:
+    """Return a method of accelerate's that raises and says what to use instead."""
+
+    def method(runtime: "TrainerRuntime", *args: object, **kwargs: object) -> None:
+        raise DistributedError(f"{name}({', '.join(map(repr, args))}): {advice}")
+
+    return method
+
+
 class TrainerRuntime:
     """Device, precision and process of one trainer."""
 
@@ -56,25 +71,11 @@ class TrainerRuntime:
 
     # Where this process is.
 
-    @property
-    def num_processes(self) -> int:
-        return get_num_processes()
-
-    @property
-    def process_index(self) -> int:
-        return get_rank()
-
-    @property
-    def local_process_index(self) -> int:
-        return get_local_rank()
-
-    @property
-    def is_main_process(self) -> bool:
-        return get_rank() == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        return get_local_rank() == 0
+    num_processes = _fact(get_num_processes)
+    process_index = _fact(get_rank)
+    local_process_index = _fact(get_local_rank)
+    is_main_process = _fact(lambda: get_rank() == 0)
+    is_local_main_process = _fact(lambda: get_local_rank() == 0)
 
     @property
     def mixed_precision(self) -> str:
@@ -125,10 +126,9 @@ class TrainerRuntime:
         """Return a context that computes in the run's precision."""
         return self.precision.autocast(self.device.type)
 
-    @contextmanager
-    def join_uneven_inputs(self, *_: object, **__: object) -> Iterator[None]:
+    def join_uneven_inputs(self, *_: object, **__: object) -> AbstractContextManager[None]:
         """Do nothing: shards of unequal size are padded by the loader."""
-        yield
+        return nullcontext()
 
     def free_memory(self) -> None:
         """Release cached device memory."""
@@ -198,7 +198,7 @@ class TrainerRuntime:
 
     def save(self, obj: object, path: str | os.PathLike[str], save_on_each_node: bool = True) -> None:
         """Write an object atomically, once per node or once. All processes must call this if it holds sharded tensors."""
-        if is_distributed() and _holds_parts(obj):
+        if is_distributed() and any(map(is_dtensor, leaves(obj, Tensor))):
             obj = map_tensors(lambda tensor: tensor.full_tensor() if is_dtensor(tensor) else tensor, obj)  # type: ignore[attr-defined]
         if self.is_local_main_process if save_on_each_node else self.is_main_process:
             target = Path(path)
@@ -206,34 +206,14 @@ class TrainerRuntime:
             with replacing(target) as stream:
                 torch.save(obj, stream)
 
-    def save_state(self, output_dir: str | os.PathLike[str] | None = None, **_: object) -> None:
-        """Raise: the trainer saves its state."""
-        raise DistributedError(
-            f"save_state({output_dir!r}): use trainer.save_training_state(folder), which saves everything."
-        )
-
-    def load_state(self, input_dir: str | os.PathLike[str] | None = None, **_: object) -> None:
-        """Raise: the trainer restores its state."""
-        raise DistributedError(
-            f"load_state({input_dir!r}): use trainer.load_training_state(folder), or train(resume_from=folder)."
-        )
-
-    def register_for_checkpointing(self, *objects: object) -> None:
-        """Raise: registration is attribute assignment on the state."""
-        raise DistributedError(
-            f"register_for_checkpointing({', '.join(type(o).__name__ for o in objects)}): assign the object to the state instead, "
-            "for example trainer.state.my_object = obj; everything on the state is saved and restored."
-        )
+    save_state = _unsupported("save_state", "use trainer.save_training_state(folder), which saves everything.")
+    load_state = _unsupported("load_state", "use trainer.load_training_state(folder), or train(resume_from=folder).")
+    register_for_checkpointing = _unsupported(
+        "register_for_checkpointing",
+        "assign the object to the state instead, for example trainer.state.my_object = obj; everything on the state is saved and restored.",
+    )
 
 
 def overrides_runtime(runtime: TrainerRuntime, name: str) -> bool:
     """Return whether a subclass, or an assignment to the instance, replaces a method of the runtime."""
     return name in vars(runtime) or getattr(type(runtime), name) is not getattr(TrainerRuntime, name)
-
-
-def _holds_parts(value: object) -> bool:
-    if isinstance(value, dict):
-        return any(map(_holds_parts, value.values()))
-    if isinstance(value, (list, tuple)):
-        return any(map(_holds_parts, value))
-    return is_dtensor(value)

@@ -7,13 +7,13 @@ same result. A single process needs no exchange.
 
 from collections.abc import Callable, Generator, Iterable
 from datetime import timedelta
-from typing import TypedDict
 
 import torch
 import torch.distributed as dist
 
 from drivetrain.context.state import State
 from drivetrain.core.errors import DistributedError, StopTrainingError, TrainingStopped
+from drivetrain.core.types import Settings
 from drivetrain.runtime.collectives import all_gather_values, control_group
 from drivetrain.runtime.ranks import get_rank
 from drivetrain.runtime.signals import URGENCY, StopSignals, is_stop
@@ -31,14 +31,6 @@ _ORDER = (0, STOP, *URGENCY)  # the last one wins: a save comes before a stop, a
 def is_stop_signal(request: int) -> bool:
     """Return whether a request is a signal to stop the process."""
     return request > STOP and is_stop(request)
-
-
-class Ballot(TypedDict):
-    """What a rank sends with its request."""
-
-    seconds: float
-    new_end: bool
-    yes: bool
 
 
 class StopVote:
@@ -66,9 +58,8 @@ class StopVote:
     ) -> None:
         """Send this rank's request at the start of a step."""
         self.count += 1
-        self._ballot = torch.tensor(
-            [_ORDER.index(request), -1 if leaves else 0, seconds, new_end, yes], dtype=torch.float64
-        )
+        ballot = [_ORDER.index(request), -1 if leaves else 0, seconds, new_end, yes]
+        self._ballot = torch.tensor(ballot, dtype=torch.float64)
         self._work = dist.all_reduce(self._ballot, op=dist.ReduceOp.MAX, group=control_group(), async_op=True)
 
     def close(self) -> int:
@@ -179,25 +170,27 @@ class Agreement:
         The ranks agree while a batch computes. One with fewer batches goes on voting until the others are through, so that all leave
         together.
         """
-        vote = self.vote
-        if vote is not None:
-            vote.close()
-            vote.open(self.own_request(), **self._seen(yes=True))  # yes: this rank still evaluates
+        self._vote_again(yes=True)  # yes: this rank still evaluates
         for batch in batches:
             yield batch
-            request = self.own_request() if vote is None else vote.close()
-            if vote is not None:
-                vote.open(self.own_request(), **self._seen(yes=True))
-            if is_stop_signal(request):
+            if is_stop_signal(self._vote_again(yes=True)):
                 return True
-        while vote is not None:
-            request = vote.close()
-            if not is_stop_signal(request) and not vote.says_yes:
+        while self.vote is not None:
+            request = self.vote.close()
+            if not is_stop_signal(request) and not self.vote.says_yes:
                 return False
-            vote.open(self.own_request(), **self._seen())
+            self.vote.open(self.own_request(), **self._seen())
             if is_stop_signal(request):
                 return True
         return False
+
+    def _vote_again(self, yes: bool) -> int:
+        """Return the result of the last vote, and start the next one."""
+        if self.vote is None:
+            return self.own_request()
+        request = self.vote.close()
+        self.vote.open(self.own_request(), **self._seen(yes))
+        return request
 
     def close(self) -> None:
         """Take part in the last vote that other ranks have opened."""
@@ -208,7 +201,8 @@ class Agreement:
     def _has_new_end(self) -> bool:
         return self._state.max_duration is not self.limits.planned
 
-    def _seen(self, yes: bool = False) -> Ballot:
+    def _seen(self, yes: bool = False) -> Settings:
+        """Return what a rank sends with its request."""
         return {"seconds": self._state.clock.total_seconds(), "new_end": self._has_new_end(), "yes": yes}
 
     def _follow(self) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.core.containers import map_items
+from drivetrain.core.containers import is_namedtuple, leaves, map_items, same_tuple
 from drivetrain.core.errors import BatchOutputError, ConfigError, ConfigTypeError, DrivetrainWarning
 from drivetrain.module.accumulation import as_factor, share_of
 from drivetrain.module.wrapping import is_fully_sharded, unwrap
@@ -213,10 +213,10 @@ def num_inputs(model: object) -> int:
         return 1
     bare = unwrap(model)
     # Methods of a plan replace forward by one of any arguments: the user's own has the names.
-    own = [vars(bare)["forward"]] if "forward" in vars(bare) else []
-    methods = [vars(cls)["forward"] for cls in type(bare).__mro__ if "forward" in vars(cls)]
-    for forward, bound in [*((one, 0) for one in own), *((one, 1) for one in methods)]:
-        parameters = list(inspect.signature(forward).parameters.values())[bound:]
+    for owner in (bare, *type(bare).__mro__):
+        if "forward" not in vars(owner):
+            continue
+        parameters = list(inspect.signature(vars(owner)["forward"]).parameters.values())[0 if owner is bare else 1 :]
         if any(p.kind is not p.VAR_POSITIONAL and p.kind is not p.VAR_KEYWORD for p in parameters):
             positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
             return max(1, sum(p.default is p.empty for p in positional))
@@ -264,10 +264,9 @@ def carried_loss(outputs: object) -> Tensor:
         loss = first if isinstance(first, Tensor) and first.dim() == 0 else None
     if loss is None:
         raise BatchOutputError(
-            f"no loss: the Trainer has no loss_func and the model's output ({type(outputs).__name__}) does not contain "
-            "one. Expected outputs.loss, outputs['loss'], a scalar tensor, or a tuple that starts with one. Pass "
-            "loss_func=..., or give the "
-            "model its labels."
+            f"no loss: the Trainer has no loss_func and the model's output ({type(outputs).__name__}) does not contain one. Expected "
+            "outputs.loss, outputs['loss'], a scalar tensor, or a tuple that starts with one. Pass loss_func=..., or give the model its "
+            "labels."
         )
     return loss
 
@@ -276,8 +275,7 @@ def batch_size_of(targets: object, batch: object) -> int:
     """Return the first dimension of the targets, else of the first tensor found in the batch."""
     if isinstance(targets, Tensor) and targets.dim():
         return targets.shape[0]
-    tensor = first_tensor(targets) if targets is not None else None
-    tensor = tensor if tensor is not None else first_tensor(batch)
+    tensor = first_tensor((targets, batch))
     return 1 if tensor is None else tensor.shape[0]
 
 
@@ -290,10 +288,7 @@ def map_tensors(function: Callable[[Tensor], object], value: object) -> Any:
 
 def first_tensor(value: object) -> Tensor | None:
     """Return the first tensor with a first dimension in nested containers."""
-    if isinstance(value, Tensor):
-        return value if value.dim() else None
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return next((found for found in map(first_tensor, values) if found is not None), None)
+    return next((tensor for tensor in leaves(value, Tensor) if tensor.dim()), None)
 
 
 def split_batch(batch: object, size: int) -> list[object]:
@@ -304,19 +299,14 @@ def split_batch(batch: object, size: int) -> list[object]:
     return [slice_rows(batch, start, min(start + size, rows), rows) for start in range(0, rows, size)]
 
 
-def slice_rows(value: object, start: int, stop: int, rows: int) -> Any:
+def slice_rows(value: Any, start: int, stop: int, rows: int) -> Any:
     """Return some rows of every tensor in nested containers that has that many."""
     if isinstance(value, Tensor):
         return value[start:stop] if value.dim() and value.shape[0] == rows else value
-    if isinstance(value, Mapping):
-        return type(value)({k: slice_rows(v, start, stop, rows) for k, v in value.items()})  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(slice_rows(v, start, stop, rows) for v in value))
-    if isinstance(value, (list, tuple)):
-        if len(value) == rows and not any(isinstance(v, Tensor) for v in value):
-            return value[start:stop]
-        return type(value)(slice_rows(v, start, stop, rows) for v in value)
-    return value
+    is_column = isinstance(value, list | tuple) and not is_namedtuple(value) and len(value) == rows
+    if is_column and not any(isinstance(item, Tensor) for item in value):
+        return value[start:stop]
+    return map_items(value, partial(slice_rows, start=start, stop=stop, rows=rows))
 
 
 def join_outputs(parts: list[Any]) -> Any:
@@ -327,10 +317,9 @@ def join_outputs(parts: list[Any]) -> Any:
     if isinstance(first, Mapping):
         joined = {k: join_outputs([part[k] for part in parts]) for k in first}
         return joined if type(first) is dict else _like(first, joined)
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(join_outputs(list(column)) for column in zip(*parts)))
-    if isinstance(first, (list, tuple)):
-        return type(first)(join_outputs(list(column)) for column in zip(*parts))
+    if isinstance(first, list | tuple):
+        items = [join_outputs(list(column)) for column in zip(*parts)]
+        return same_tuple(first, items) if isinstance(first, tuple) else type(first)(items)
     return first
 
 

@@ -205,18 +205,16 @@ def load_checkpoint(
         raise ValueError(
             f"{path} holds {', '.join(map(str, content))}, expected 'model_state_dict'; it was not written by save_checkpoint."
         )
-    wanted = {
-        "optimizer": state.optimizers if optimizer else None,
-        "scheduler": state.schedulers if scheduler else None,
-    }
-    wanted = {name: held for name, held in wanted.items() if held is not None and f"{name}_state_dict" in content}
-    for name, held in wanted.items():
+    wanted = [("optimizer", state.optimizers)] if optimizer else []
+    wanted += [("scheduler", state.schedulers)] if scheduler else []
+    wanted = [(name, held) for name, held in wanted if f"{name}_state_dict" in content]
+    for name, held in wanted:
         if not held:
             raise ValueError(
                 f"{path} holds the state of the {name}, but the Trainer has none. Create the {name} first, or pass load_{name}=False."
             )
     load_clean_state_dict(state.model, content["model_state_dict"])
-    for name, held in wanted.items():
+    for name, held in wanted:
         held[0].load_state_dict(content[f"{name}_state_dict"])
     return content
 

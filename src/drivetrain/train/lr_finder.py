@@ -1,12 +1,16 @@
 """The learning-rate range test (Smith, 2017): raise the rate exponentially, watch the loss, restore everything."""
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from drivetrain.core.arguments import check_count, check_number
-from drivetrain.core.errors import ConfigError, StopTrainingError
+from drivetrain.core.containers import with_attributes
+from drivetrain.core.errors import ConfigError, MissingExtra, StopTrainingError
 from drivetrain.core.types import Settings
-from drivetrain.runtime.seeds import capture_rng, restore_rng
+from drivetrain.runtime.seeds import rng_kept
 from drivetrain.train.batches import BatchOutput, map_tensors
 from drivetrain.train.callbacks.base import TrainerCallback
 from drivetrain.train.evaluation import discarded_history, restored_modes
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
 
 LONGEST_SWEEP = 1_000_000
 IGNORED_START, IGNORED_END = 10, 1  # the first losses are noise, the last one is the divergence
+_KEPT = ("run", "train_dataset", "eval_dataset", "create_scheduler_fn", "collate_fn")
 
 
 @dataclass(frozen=True)
@@ -35,8 +40,6 @@ class LrFindResult:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            from drivetrain.core.errors import MissingExtra
-
             raise MissingExtra("matplotlib", "demo", "LrFindResult.plot") from error
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
@@ -94,56 +97,48 @@ def find_lr(
         raise ConfigError(f"lr_find: min_lr={min_lr} and max_lr={max_lr}: expected 0 < min_lr < max_lr.")
     rates = [min_lr * (max_lr / min_lr) ** (k / (num_steps - 1)) for k in range(num_steps)]
     sweep = _Sweep(rates, smoothing, diverge_ratio)
-    handler, callbacks, kept = trainer.callback_handler, list(trainer.callback_handler), _Keepsake(trainer)
+    handler, callbacks = trainer.callback_handler, list(trainer.callback_handler)
     handler.clear_callbacks()
     handler.add_callback(sweep)
     try:
-        with discarded_history(trainer.logbook), restored_modes(trainer.model):
+        with _restored(trainer), discarded_history(trainer.logbook):
             trainer.train(train_dataset, max_num_train_steps=num_steps, **{"log_every": None, **train_kwargs})
     finally:
         handler.clear_callbacks()
         handler.add_callbacks(callbacks)
-        kept.restore()
     lrs = rates[: len(sweep.losses)]
     return LrFindResult(lrs, sweep.losses, _steepest_fall(lrs, sweep.losses))
 
 
-class _Keepsake:
-    """Everything a sweep may change, copied."""
-
-    def __init__(self, trainer: "Trainer"):
-        self._trainer = trainer
-        self._model = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
-        self._optimizer = map_tensors(lambda tensor: tensor.detach().clone(), trainer.optimizer.state_dict())
-        self._clock = trainer.state.clock.state_dict()
-        self._rng = capture_rng()
-        self._fields = {
-            name: getattr(trainer, name)
-            for name in ("run", "train_dataset", "eval_dataset", "create_scheduler_fn", "collate_fn")
-        }
-        self._schedulers, self._scheduler_is_ours = trainer.state.schedulers, trainer.run.shared.scheduler_is_ours
-
-    def restore(self) -> None:
-        trainer = self._trainer
-        model = trainer.model = trainer.get_model()
-        model.load_state_dict(self._model)
-        trainer.optimizer.state.clear()
-        trainer.optimizer.load_state_dict(self._optimizer)
-        trainer.optimizer.zero_grad()
-        trainer.state.clock.load_state_dict(self._clock)
-        for name, value in self._fields.items():
-            setattr(trainer, name, value)
-        trainer.state.schedulers, trainer.run.shared.scheduler_is_ours = self._schedulers, self._scheduler_is_ours
-        restore_rng(self._rng)
+@contextmanager
+def _restored(trainer: "Trainer") -> Iterator[None]:
+    """Restore everything that a sweep may change."""
+    model = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+    optimizer = map_tensors(lambda tensor: tensor.detach().clone(), trainer.optimizer.state_dict())
+    state, clock = trainer.state, trainer.state.clock.state_dict()
+    kept = {name: getattr(trainer, name) for name in _KEPT}
+    with (
+        rng_kept(),
+        with_attributes(trainer.run.shared, scheduler_is_ours=trainer.run.shared.scheduler_is_ours),
+        with_attributes(state, schedulers=state.schedulers),
+        with_attributes(trainer, **kept),
+        restored_modes(trainer.model),
+    ):
+        try:
+            yield
+        finally:
+            trainer.model = trainer.get_model()
+            trainer.model.load_state_dict(model)
+            trainer.optimizer.state.clear()
+            trainer.optimizer.load_state_dict(optimizer)
+            trainer.optimizer.zero_grad()
+            state.clock.load_state_dict(clock)
 
 
 def _steepest_fall(lrs: list[float], losses: list[float]) -> float | None:
-    import math
-
-    start, stop = IGNORED_START, len(losses) - IGNORED_END
     slopes = [
         ((losses[k + 1] - losses[k - 1]) / (math.log(lrs[k + 1]) - math.log(lrs[k - 1])), lrs[k])
-        for k in range(max(1, start), stop - 1)
+        for k in range(IGNORED_START, len(losses) - IGNORED_END - 1)
     ]
     rounding = 1e-9 * max(map(abs, losses), default=0.0)  # a flat loss falls by rounding errors only
     slopes = [(slope, rate) for slope, rate in slopes if slope < -rounding]
