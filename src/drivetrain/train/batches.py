@@ -382,18 +382,16 @@ def check_generates(trainer: "TrainerHooks", arguments: Mapping[str, object] | N
 def generation_inputs(form: BatchForm, batch: object) -> CallArguments:
     """Return the arguments for `generate` from a batch: its inputs, without targets and what is derived from them."""
     if isinstance(batch, Mapping):
-        targets = form.targets(batch)
-        return (), {name: value for name, value in batch.items() if not _shows_targets(name, value, targets)}
+        targets, shown = form.targets(batch), set()
+        if targets is not None:
+            shown = {name for name, value in batch.items() if value is targets}
+        if isinstance(targets, Tensor):  # the inputs of a decoder are the labels, shifted
+            decoder = ("decoder_input_ids", "decoder_attention_mask")
+            shown |= {name for name in decoder if getattr(batch.get(name), "shape", None) == targets.shape}
+        return (), {name: value for name, value in batch.items() if name not in shown}
     if isinstance(form, UnpackForm | WholeForm):
         return (batch[0] if isinstance(batch, Sequence) else batch,), {}
     return form.arguments(batch)
-
-
-def _shows_targets(name: str, value: object, targets: object) -> bool:
-    if value is targets and targets is not None:
-        return True
-    is_decoder_input = name in ("decoder_input_ids", "decoder_attention_mask")  # the labels, shifted
-    return is_decoder_input and isinstance(targets, Tensor) and getattr(value, "shape", None) == targets.shape
 
 
 def call_generate(model: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:

@@ -387,7 +387,13 @@ def _join(parts: list[Any], padding_value: float | None = None, place: str = "th
     """
     first = parts[0]
     if isinstance(first, Tensor | _Rows):
-        return _join_rows(parts, padding_value)
+        if all(isinstance(part, Tensor) and part.shape[1:] == parts[0].shape[1:] for part in parts):
+            return torch.cat(parts)
+        rows = [row for part in parts for row in part]
+        if padding_value is None or len({row.ndim for row in rows}) != 1:
+            return rows
+        largest = tuple(map(max, zip(*(row.shape for row in rows))))
+        return torch.cat([_padded(row.unsqueeze(0), largest, padding_value) for row in rows])
     if isinstance(first, Mapping):
         joined = {name: _join([part[name] for part in parts], padding_value, f"{place}[{name!r}]") for name in first}
         return joined if type(first) is dict else _like(first, joined)
@@ -403,13 +409,3 @@ def _join(parts: list[Any], padding_value: float | None = None, place: str = "th
         stacklevel=2,
     )
     return None
-
-
-def _join_rows(parts: list[Any], padding_value: float | None) -> Tensor | list[Tensor]:
-    if all(isinstance(part, Tensor) and part.shape[1:] == parts[0].shape[1:] for part in parts):
-        return torch.cat(parts)
-    rows = [row for part in parts for row in part]
-    if padding_value is None or len({row.ndim for row in rows}) != 1:
-        return rows
-    largest = tuple(map(max, zip(*(row.shape for row in rows))))
-    return torch.cat([_padded(row.unsqueeze(0), largest, padding_value) for row in rows])

@@ -108,16 +108,12 @@ def _describe(failure: StepFailure, model: object, loss_func: object, index: int
     text = f"{_DATA_NAMES[failure.phase]}: {number} for {failure.phase} ({_shown(failure.batch)}) failed"
     if failure.in_loss:
         text += f" in the loss function ({_name(loss_func)})"
-    elif failure.layer is not None:
-        text += f" in {_layer_name(failure.layer, model)}"
+    elif (layer := failure.layer) is not None:
+        modules = model.named_modules() if isinstance(model, nn.Module) else ()
+        path = next((name for name, module in modules if module is layer), None)
+        where = f"layer {path!r}" if path else "the model" if layer is model else "a layer"
+        text += f" in {where} ({type(layer).__name__ if list(layer.children()) else repr(layer)})"
     return text + (f", called with {failure.given}." if failure.given else ".")
-
-
-def _layer_name(layer: nn.Module, model: object) -> str:
-    modules = model.named_modules() if isinstance(model, nn.Module) else ()
-    path = next((name for name, module in modules if module is layer), None)
-    shown = repr(layer) if not list(layer.children()) else type(layer).__name__
-    return f"layer {path!r} ({shown})" if path else f"the model ({shown})" if layer is model else f"a layer ({shown})"
 
 
 def _name(function: object) -> str:
@@ -154,14 +150,16 @@ def check_loss_inputs(loss_func: object, outputs: object, targets: object) -> No
             "loss_func that picks its entry, such as lambda outputs, targets: loss(outputs['logits'], targets), or override "
             "calculate_train_batch_loss."
         )
-    if _name(loss_func) in ("CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"):
-        _check_labels(loss_func, outputs, targets)
-
-
-def _check_labels(loss_func: object, outputs: Tensor, targets: object) -> None:
-    if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.is_complex() or not outputs.dim():
+    if _name(loss_func) not in ("CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"):
         return
-    if targets.dim() != max(0, outputs.dim() - 1) or type(targets) is not Tensor or type(outputs) is not Tensor:
+    if (
+        type(targets) is not Tensor
+        or type(outputs) is not Tensor
+        or targets.is_floating_point()
+        or targets.is_complex()
+    ):
+        return
+    if not outputs.dim() or targets.dim() != outputs.dim() - 1:
         return  # another form: torch explains what it expects
     classes = outputs.shape[1] if outputs.dim() > 1 else outputs.shape[0]
     labels = targets.detach()[targets != getattr(loss_func, "ignore_index", -100)]

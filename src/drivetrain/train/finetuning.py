@@ -64,13 +64,13 @@ class ModelFreezer:
     def get_layer_groups(self) -> list[LayerGroup]:
         """Return the groups in the model's order."""
         return [
-            LayerGroup(self._both_indexes(index), group, any(not p.requires_grad for p in group.parameters()))
+            LayerGroup((index, index - self.num_groups), group, any(not p.requires_grad for p in group.parameters()))
             for index, group in enumerate(self._layer_groups)
         ]
 
     def get_layers(self) -> list[Layer]:
         """Return the layers of all groups, in order."""
-        return [Layer(self._both_indexes(index), layer, self._is_frozen(layer)) for index, layer in self._layers]
+        return [Layer((index, index - self.num_groups), layer, self._is_frozen(layer)) for index, layer in self._layers]
 
     def get_trainable_parameters(self) -> list[nn.Parameter]:
         """Return the trainable parameters."""
@@ -102,7 +102,10 @@ class ModelFreezer:
             for group in self._layer_groups[first : last + 1]:
                 for module in group.modules():
                     if not self._is_left_alone(module):
-                        _set_mode(module, training=trainable)
+                        module.training = trainable
+                        module.__dict__.pop(_KEPT_IN_EVAL, None)
+                        if not trainable:
+                            module.__dict__[_KEPT_IN_EVAL] = True
         return changed
 
     def _is_left_alone(self, module: nn.Module) -> bool:
@@ -119,9 +122,6 @@ class ModelFreezer:
                 "group's)."
             )
         return not flags.pop() if flags else not layer.training
-
-    def _both_indexes(self, index: int) -> tuple[int, int]:
-        return index, index - self.num_groups
 
     def _convert_idxs(self, from_idx: int, to_idx: int) -> tuple[int, int]:
         """Return the range as two indexes from the front, the smaller first."""
@@ -142,14 +142,6 @@ def restore_frozen_modes(model: object) -> None:
         for module in model.modules():
             if _KEPT_IN_EVAL in module.__dict__:
                 module.training = False
-
-
-def _set_mode(module: nn.Module, training: bool) -> None:
-    module.training = training
-    if training:
-        module.__dict__.pop(_KEPT_IN_EVAL, None)
-    else:
-        module.__dict__[_KEPT_IN_EVAL] = True
 
 
 def _module_is_batch_norm(module: nn.Module) -> bool:

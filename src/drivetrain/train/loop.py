@@ -90,12 +90,23 @@ class TrainerLoop(EvaluationLoop):
 
     def _run_epoch(self) -> bool:
         """Train over the data once, evaluate when due; True means that the run has reached an end inside the epoch."""
-        clock = self.state.clock
+        run, clock = self.run, self.state.clock
         if clock.batch_in_epoch == 0:
-            self._loss_tracker.reset()
-            self.run.measures.train_metrics.reset()
+            run.measures.tracker.reset()
+            run.measures.train_metrics.reset()
             loaders.set_epoch(self._train_dataloader, clock.epoch)
-        ended = self._train_once_over_the_data()
+        own_loop = OwnLoop(self, self._train_dataloader)  # a subclass may write out the loop over the batches itself
+        epoch, run.epoch_is_recorded = clock.epoch, False
+        self._calls = self._choose_calls()
+        try:
+            ended = bool(self._run_train_epoch(own_loop)) or own_loop.ended
+            own_loop.close()
+        finally:
+            del self._calls
+        if clock.epoch == epoch and not ended:
+            clock.next_epoch()
+        if not run.epoch_is_recorded:
+            self._record_epoch_metrics("train")
         self._record_means("train")
         return self._finish_epoch(ended)
 
@@ -122,23 +133,6 @@ class TrainerLoop(EvaluationLoop):
         if run.checkpoints is not None:
             run.checkpoints.at_epoch_end(ended or limits.reached(clock))
         self._handle_requests()
-        return ended
-
-    def _train_once_over_the_data(self) -> bool:
-        """Run a training epoch, which a subclass may write out itself; True means that a limit or a stop ended the run."""
-        run, clock = self.run, self.state.clock
-        own_loop = OwnLoop(self, self._train_dataloader)
-        epoch, run.epoch_is_recorded = clock.epoch, False
-        self._calls = self._choose_calls()
-        try:
-            ended = bool(self._run_train_epoch(own_loop)) or own_loop.ended
-            own_loop.close()
-        finally:
-            del self._calls
-        if clock.epoch == epoch and not ended:
-            clock.next_epoch()
-        if not run.epoch_is_recorded:
-            self._record_epoch_metrics("train")
         return ended
 
     def _choose_calls(self) -> StepCalls:
@@ -194,8 +188,10 @@ class TrainerLoop(EvaluationLoop):
         fire, stepper = run.fire, run.stepper
         guard, window = stepper.guard, stepper.window
         for state.batch, last in self._batches(train_dl):  # on the device already, one batch ahead
-            if guard.to_pass_over:
-                if self._pass_over():
+            if guard.to_pass_over:  # after a rollback: the batch is counted only
+                guard.to_pass_over -= 1
+                state.clock.next_batch(*run.data.count(state.batch, None, window.world), False)
+                if self._at_boundary():
                     return True
                 continue
             run.inside_step = True
@@ -346,13 +342,6 @@ class TrainerLoop(EvaluationLoop):
         verdict = guard.close(stepper.left_out() if is_admitted else None)
         if verdict and run.recovery is not None:
             run.recovery.act_on(verdict)
-
-    def _pass_over(self) -> bool:
-        """Count a batch without training on it, after a rollback; True ends the run."""
-        run, state = self.run, self.state
-        run.stepper.guard.to_pass_over -= 1
-        state.clock.next_batch(*run.data.count(state.batch, None, run.stepper.window.world), False)
-        return self._at_boundary()
 
     def _batches(self, loader: Iterable[object]) -> Iterator[tuple[object, bool]]:
         """Yield each batch with whether it is the epoch's last; loaders without a length are read one batch ahead."""

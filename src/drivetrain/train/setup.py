@@ -21,7 +21,7 @@ from drivetrain.core.engine import Engine
 from drivetrain.core.errors import ConfigError, ConfigTypeError, DeviceError, DrivetrainWarning
 from drivetrain.core.event import Event
 from drivetrain.core.time import Interval
-from drivetrain.core.types import Settings, StateDict
+from drivetrain.core.types import Settings
 from drivetrain.module.accumulation import AccumulationWindow
 from drivetrain.module.full_state import give_parts_again
 from drivetrain.module.precision import warn_unscaled_float16
@@ -48,8 +48,7 @@ from drivetrain.train.checkpoints import prepare_folder_for
 from drivetrain.train.failures import prepare_recovery
 from drivetrain.train.items import LossCounting
 from drivetrain.train.logbook import StepLosses
-from drivetrain.train.run import EvaluationPlan
-from drivetrain.train.settings import TrainSettings
+from drivetrain.train.run import Run
 from drivetrain.train.tracking import MetricWatch
 
 if TYPE_CHECKING:
@@ -143,7 +142,13 @@ def prepare_loop(trainer: "Trainer") -> None:
     settings, data, measures = run.require_settings(), run.data, run.measures
 
     data.batches_per_epoch = loaders.length(data.train)
-    _check_equal_lengths(data.batches_per_epoch)
+    lengths = all_gather_values(data.batches_per_epoch)
+    if len(set(lengths)) > 1:  # the others would wait forever for the shorter one
+        listing = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
+        raise ConfigError(
+            f"the training loaders of the ranks have different numbers of batches ({listing}), but all ranks must train the same "
+            "number. Give every rank the same dataset, which the Trainer splits, or loaders of the same length."
+        )
     data.source = loaders.smart_loader(data.train)
     if data.source is not None:
         data.may_pad = run.stepper.window.world > 1
@@ -160,7 +165,7 @@ def prepare_loop(trainer: "Trainer") -> None:
     check_schedule_length(trainer.scheduler, run)
 
     if data.evaluation is not None:
-        _plan_evaluations(run.evaluation, settings, state, data.batches_per_epoch, run.restored.evaluations)
+        _plan_evaluations(run, state)
     plateau = run.evaluation.plateau = MetricWatch(settings.scheduler_metric, greater_is_better=False)
     plateau.start(trainer.run_history, forget=True)
     measures.has_train_metrics = bool(measures.train_metrics)
@@ -237,18 +242,17 @@ def _prepare_scheduler(trainer: "Trainer") -> None:
     run.schedules_each_step = settings.scheduler_interval == "step"
 
 
-def _plan_evaluations(
-    plan: EvaluationPlan, settings: TrainSettings, state: State, batches_per_epoch: int | None, made: StateDict | None
-) -> None:
-    """Decide when to evaluate inside epochs; `made` counts the evaluations that a resumed run has made."""
+def _plan_evaluations(run: Run, state: State) -> None:
+    """Decide when to evaluate inside epochs."""
+    settings, plan = run.require_settings(), run.evaluation
     decide, every = settings.eval_interval, settings.eval_time
     if callable(decide):
         plan.is_due = lambda clock: bool(decide(state, Event.BATCH_END))
     elif every is not None and every.value > 0:
-        interval = Interval(every, state.max_duration, batches_per_epoch)
+        interval = Interval(every, state.max_duration, run.data.batches_per_epoch)
         if not interval.is_per_epoch:
             interval.reset(state.clock)
-            interval.resume(made)
+            interval.resume(run.restored.evaluations)
             plan.interval, plan.is_due = interval, interval.due
 
 
@@ -266,17 +270,6 @@ def _log_steps(trainer: "Trainer") -> None:
             measures.step_losses.load_state_dict(run.restored.step_losses)
     if is_wanted or any(isinstance(plugin, StepLosses) for plugin in engine.plugins):  # those of an earlier run
         trainer.update_plugins()
-
-
-def _check_equal_lengths(batches: int | None) -> None:
-    """Reject loaders of different lengths on several processes: the others would wait forever for the shorter one."""
-    lengths = all_gather_values(batches)
-    if len(set(lengths)) > 1:
-        listing = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
-        raise ConfigError(
-            f"the training loaders of the ranks have different numbers of batches ({listing}), but all ranks must train the same "
-            "number. Give every rank the same dataset, which the Trainer splits, or loaders of the same length."
-        )
 
 
 def resolve_optimizer(trainer: "Trainer") -> None:
