@@ -220,10 +220,13 @@ def auto_accelerate(
     if load_strategy is None and finetune_strategy:
         raise ConfigError("finetune_strategy=True needs load_strategy, the plan to start from.")
     given = None if load_strategy is None else Strategy.load(load_strategy, allow_pickle=options.allow_pickle)
-    request = _Request(
-        model, optim_func, dict(optim_args or {}), optim_param_func, dataset, dict(dataloader_args or {}), loss_func, prepare_input,
-        model_input_format, distributed_sampler_cls, lr_scheduler_cls, dict(lr_scheduler_args or {}), options,
+    task = TrainingTask(
+        model=model, model_fn=options.model_fn, call=CallModel(model_input_format), loss_func=loss_func, prepare_input=prepare_input,
+        optim_func=optim_func, optim_args=dict(optim_args or {}), optim_param_func=optim_param_func,
+        find_unused_parameters=options.find_unused_parameters, count_items=options.count_items,
     )  # fmt: skip
+    scheduler = None if lr_scheduler_cls is None else partial(lr_scheduler_cls, **(lr_scheduler_args or {}))
+    request = _Request(model, task, dataset, dict(dataloader_args or {}), distributed_sampler_cls, scheduler, options)
     if given is None or finetune_strategy or given.is_tunable():
         proceed = partial(request.search, request.constraints(included, excluded, given))
     else:
@@ -244,36 +247,19 @@ class _Request:
     """One call's arguments, and the steps from a plan to a result."""
 
     model: nn.Module
-    optim_func: Callable[..., torch.optim.Optimizer] | None
-    optim_args: Settings
-    optim_param_func: ParameterGroups | None
+    given: TrainingTask
+    """The training as the arguments describe it, without its data."""
     dataset: object
     loader_args: Settings
-    loss_func: LossFunc | None
-    prepare_input: PrepareInput | None
-    input_format: str | None
     sampler_cls: object
-    scheduler_cls: Callable[..., torch.optim.lr_scheduler.LRScheduler] | None
-    scheduler_args: Settings
+    scheduler: Callable[..., torch.optim.lr_scheduler.LRScheduler] | None
     options: Options
 
     @cached_property
     def task(self) -> TrainingTask:
         """The training as a value that plans are made and tried for."""
-        task = TrainingTask(
-            model=self.model,
-            model_fn=self.options.model_fn,
-            call=CallModel(self.input_format),
-            loss_func=self.loss_func,
-            prepare_input=self.prepare_input,
-            optim_func=self.optim_func,
-            optim_args=self.optim_args,
-            optim_param_func=self.optim_param_func,
-            samples=self._samples() if self.has_data else None,
-            global_batch_size=self._global_size() or 1,
-            find_unused_parameters=self.options.find_unused_parameters,
-            count_items=self.options.count_items,
-        )
+        samples = self._samples() if self.has_data else None
+        task = replace(self.given, samples=samples, global_batch_size=self._global_size() or 1)
         if self.options.plan_only:
             return task
         task, collate = follow_task(task), self.loader_args.get("collate_fn")
@@ -302,7 +288,7 @@ class _Request:
         self, included: Iterable[object] | None, excluded: Iterable[str] | None, start: Strategy | None
     ) -> SearchConstraints:
         """Return the constraints of the search, checked, if there is what a search needs."""
-        needs = {"optim_func": self.optim_func is not None, "dataset (or sample_batch with batch_size)": self.has_data}
+        needs = {"optim_func": self.given.optim_func, "dataset (or sample_batch with batch_size)": self.has_data}
         if missing := [name for name, there in needs.items() if not there]:
             raise ConfigError(
                 f"an automatic search needs {' and '.join(missing)}. Pass it, or give the plan: load_strategy=['parallel_mode', "
@@ -382,9 +368,9 @@ class _Request:
         """Apply a plan to the caller's own model."""
         make = None if self.dataset is None or batch is None else partial(self._make_loader, batch)
         ctx = self.task.shaped(self.model, resolved, batch, make)
-        if isinstance(ctx.optimizer, PlannedOptimizer) and self.scheduler_cls is not None:
-            inner = self.scheduler_cls(ctx.optimizer.inner, **self.scheduler_args)
-            ctx.context.lr_scheduler = PlannedScheduler(inner, ctx.optimizer)  # type: ignore[attr-defined]
+        if isinstance(ctx.optimizer, PlannedOptimizer) and self.scheduler is not None:
+            scheduler = PlannedScheduler(self.scheduler(ctx.optimizer.inner), ctx.optimizer)
+            ctx.context.lr_scheduler = scheduler  # type: ignore[attr-defined]
         reasons = (*plan.reasons, *ctx.notes)
         plan = replace(plan, mesh=resolved.axes[::-1], batch=batch, dropped=resolved.dropped, reasons=reasons)
         watch_memory(ctx, plan)
@@ -396,7 +382,7 @@ class _Request:
             model=ctx.model,
             optim=ctx.optimizer,
             dataloader=items["loader"],
-            loss_func=None if self.loss_func is None else ctx.stepping.loss,
+            loss_func=None if self.given.loss_func is None else ctx.stepping.loss,
             prepare_input=ctx.prepared,
             lr_scheduler=items["lr_scheduler"],
             args={
@@ -423,16 +409,16 @@ class _Request:
         """Return how the global batch is split, or None when there is no data to split."""
         config = resolved.config("micro_batch")
         micro, accumulation = (None, None) if config is None else (config.size, config.accumulation)
-        size = self._global_size()
-        if self.loader_args.get("batch_sampler") is not None and size is None:
-            parts, ranks = accumulation or 1, resolved.data_ranks  # batches of any size: parts of each, in turn
+        size, ranks, parts = self._global_size(), resolved.data_ranks, accumulation or 1
+        if (
+            size is None and self.loader_args.get("batch_sampler") is not None
+        ):  # batches of any size: parts of each, in turn
             return BatchSplit(global_size=ranks * parts, micro=1, accumulation=parts, data_ranks=ranks)
+        if size is None and self.dataset is None and config is None:
+            return None
         if size is None:
-            if self.dataset is None and config is None:
-                return None
-            size = 1 if self.dataset is not None else resolved.data_ranks * (micro or 1) * (accumulation or 1)
-        rounds = self.options.allow_batch_rounding
-        return plan_batch(size, resolved.data_ranks, micro, accumulation, allow_rounding=rounds)
+            size = 1 if self.dataset is not None else ranks * (micro or 1) * parts
+        return plan_batch(size, ranks, micro, accumulation, allow_rounding=self.options.allow_batch_rounding)
 
     def _make_loader(self, batch: BatchSplit, ctx: Application) -> PlannedLoader:
         defaults = loaders.default_kwargs(ctx.device, self.dataset, 1)
@@ -444,8 +430,8 @@ class _Request:
     def _dry_run(self, plan: Strategy, device: torch.device, batch: BatchSplit | None) -> DryRunOutcome:
         if self.options.ignore_dryrun_on_load_strategy:
             return DryRunOutcome(notes=("dry run: skipped, because ignore_dryrun_on_load_strategy is set",))
-        needs = {"optim_func": self.optim_func, "loss_func": self.loss_func, "data": self.has_data or None}
-        if missing := [name for name, given in needs.items() if given is None]:
+        needs = {"optim_func": self.given.optim_func, "loss_func": self.given.loss_func, "data": self.has_data}
+        if missing := [name for name, there in needs.items() if not there]:
             return DryRunOutcome(notes=(f"dry run: skipped, because there is no {' and no '.join(missing)}",))
         return verify_plan(plan, self.task, device=device, batch=batch)
 

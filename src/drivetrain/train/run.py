@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -310,42 +310,34 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 _DEPTH, _WIDTH = 5, 64  # a subset, its dataset, transforms, one of them; what is wider holds data
 
 
-@runtime_checkable
-class _Stateful(Protocol):
-    def state_dict(self) -> StateDict: ...
-
-    def load_state_dict(self, state: StateDict) -> object: ...
-
-
 def loader_state(loader: object) -> StateDict | None:
     """Return what a loader's next iteration depends on, as far as it is known."""
-    loader, state = loaders.unsliced(loader), StateDict()
-    if isinstance(loader, SmartDataLoader):
-        place = loader.state_dict()
+    inner, state = loaders.unsliced(loader), StateDict()
+    if isinstance(inner, SmartDataLoader):
+        place = inner.state_dict()
         state["smart"] = {name: place[name] for name in ("seed", "sampler") if name in place}
-    elif isinstance(loader, _Stateful):
+    elif hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict"):
         try:
-            state["own"] = pack(loader.state_dict())
+            return {"own": pack(inner.state_dict())}
         except StateError:  # it holds what cannot be saved
             return None
-        return state
-    held = {name: _copied(generator) for name, generator in held_generators(loader).items()}
+    held = {name: _copied(generator) for name, generator in held_generators(inner).items()}
     return {**state, "generators": held} if held else state or None
 
 
 def load_loader_state(loader: object, state: StateDict | None, number: int) -> None:
     """Make a loader's next iteration evaluation `number` of the saved run."""
-    loader = loaders.unsliced(loader)
-    _set_number(loader, number)
+    inner = loaders.unsliced(loader)
+    _set_number(inner, number)
     if state is None:
         return
-    if isinstance(loader, SmartDataLoader) and "smart" in state:
-        place = loader.state_dict()
+    if isinstance(inner, SmartDataLoader) and "smart" in state:
+        place = inner.state_dict()
         saved = {name: value for name, value in state["smart"].items() if name in place}
-        loader.load_state_dict({**place, **saved, "epoch": number, "position": 0})
-    elif "own" in state and isinstance(loader, _Stateful):
-        loader.load_state_dict(unpack(state["own"]))
-    for name, generator in held_generators(loader).items():
+        inner.load_state_dict({**place, **saved, "epoch": number, "position": 0})
+    elif "own" in state and hasattr(inner, "load_state_dict"):
+        inner.load_state_dict(unpack(state["own"]))
+    for name, generator in held_generators(inner).items():
         if name in state.get("generators", {}):
             _set(generator, state["generators"][name])
 

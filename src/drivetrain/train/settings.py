@@ -105,13 +105,17 @@ class TrainSettings:
         if not isinstance(self.fast_dev_run, bool):
             check_count("fast_dev_run", self.fast_dev_run, at_least=0, hint=" batches, True or False")
         self._check_limits()
-        for name in ("gradient_accumulation_steps", "per_device_batch_size"):
-            check_count(name, getattr(self, name))
+        counts = {
+            "gradient_accumulation_steps": 1,
+            "per_device_batch_size": 1,
+            "sanity_eval_batches": 0,
+            "overfit_batches": 0,
+        }
+        for name, at_least in counts.items():
+            check_count(name, getattr(self, name), at_least=at_least)
         for name in ("global_batch_size", "keep_checkpoints"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), hint=", or None")
-        for name in ("sanity_eval_batches", "overfit_batches"):
-            check_count(name, getattr(self, name), at_least=0)
         for name in ("limit_train_batches", "limit_eval_batches"):
             check_limit(name, getattr(self, name))
         for name in ("async_checkpoint", "overwrite_checkpoints"):
@@ -428,18 +432,14 @@ class TrainerPlaceholderValues(_Arithmetic, Enum):
             loader = getattr(trainer, self.value, None)
             try:
                 return len(loader)  # type: ignore[arg-type]
-            except TypeError as error:
+            except TypeError:
                 reason = "there is no such loader" if loader is None else "the loader has no length"
-                raise ConfigError(self._unknown(reason)) from error
-        number = getattr(trainer.run_config, self.value, None)
-        if number is None:
-            raise ConfigError(self._unknown(f"run_config.{self.value} is not known in this run"))
-        return number
-
-    def _unknown(self, reason: str) -> str:
-        return (
-            f"{self} has no value: {reason}. Give the scheduler a number instead, "
-            "or train with num_epochs and a loader that has a length."
+        else:
+            if (number := getattr(trainer.run_config, self.value, None)) is not None:
+                return number
+            reason = f"run_config.{self.value} is not known in this run"
+        raise ConfigError(
+            f"{self} has no value: {reason}. Give the scheduler a number instead, or train with num_epochs and a loader that has a length."
         )
 
 

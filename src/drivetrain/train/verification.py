@@ -20,7 +20,7 @@ from torch import Tensor
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import Settings
 from drivetrain.module.wrapping import clean_state_dict
-from drivetrain.runtime.seeds import capture_rng, restore_rng
+from drivetrain.runtime.seeds import rng_kept
 from drivetrain.train.callbacks import TrainerCallback
 from drivetrain.train.checkpoints import plain_scheduler_state
 from drivetrain.train.loaders import is_ready_loader
@@ -82,94 +82,64 @@ def verify_resume(
     reserved = {"max_num_train_steps", "checkpoint_dir", "resume_from", "checkpoint_every"} & set(train_kwargs)
     if reserved:
         raise ConfigError(f"verify_resume sets {', '.join(sorted(reserved))} itself; remove it.")
-    kept, data = capture_rng(), _Data(train_dataset, train_kwargs.get("eval_dataset"))
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            data.start_over()
-            whole = _run(build, train_dataset, num_steps, seed, None, train_kwargs)
-            data.start_over()
-            half = _run(build, train_dataset, num_steps, seed, folder, train_kwargs, stop_at=num_steps // 2)
-            data.start_over()
-            resumed = _run(build, train_dataset, num_steps, seed + 1, folder, train_kwargs)
-    finally:
-        restore_rng(kept)
+    evaluation = train_kwargs.get("eval_dataset")
+    given = [train_dataset, *(evaluation.values() if isinstance(evaluation, dict) else [evaluation])]
+    loaders = [data if is_ready_loader(data) else SimpleNamespace(dataset=data) for data in given]
+    start = [(loader, loader_state(loader)) for loader in loaders]
+
+    def run(seed: int, folder: str | None = None, stop_at: int | None = None) -> dict[str, object]:
+        for loader, state in start:
+            load_loader_state(loader, state, 0)
+        torch.manual_seed(seed)
+        return _run(build(), train_dataset, num_steps, folder, train_kwargs, stop_at)
+
+    with rng_kept(), tempfile.TemporaryDirectory() as folder:
+        whole = run(seed)
+        half = run(seed, folder, stop_at=num_steps // 2)
+        resumed = run(seed + 1, folder)
     return _compare(whole, {**half, **resumed}, num_steps)
 
 
-class _Data:
-    """The loaders and datasets that were given, and the state they began with."""
-
-    def __init__(self, *given: object):
-        each = [one for value in given for one in (value.values() if isinstance(value, dict) else [value])]
-        self._start = [(one, loader_state(one)) for one in map(_as_loader, each)]
-
-    def start_over(self) -> None:
-        """Give every loader and dataset the state it began with."""
-        for loader, state in self._start:
-            load_loader_state(loader, state, 0)
-
-
-def _as_loader(data: object) -> object:
-    return data if is_ready_loader(data) else SimpleNamespace(dataset=data)
-
-
 class _Interrupted(Exception):
-    """The plug is pulled."""
+    """The run ends here, as if its process were killed."""
 
 
 class _Rates(TrainerCallback):
-    """Keeps the learning rates of every update."""
+    """Stores the learning rates of every update, and interrupts the run before one of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop_at: int | None):
+        self.stop_at = stop_at
         self.by_step: dict[str, list[float]] = {}
 
     def on_train_step_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        optimizers = trainer.state.optimizers
+        step, optimizers = trainer.state.clock.step, trainer.state.optimizers
         rates = [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
-        self.by_step[f"learning rates.update {trainer.state.clock.step + 1}"] = rates
-
-
-class _Interrupt(TrainerCallback):
-    def __init__(self, at: int):
-        self.at = at
-
-    def on_train_step_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        if trainer.state.clock.step == self.at:
+        self.by_step[f"learning rates.update {step + 1}"] = rates
+        if step == self.stop_at:
             raise _Interrupted
 
 
 def _run(
-    build: "Callable[[], Trainer]",
-    data: object,
-    steps: int,
-    seed: int,
-    folder: str | None,
-    kwargs: Settings,
-    stop_at: int | None = None,
+    trainer: "Trainer", data: object, steps: int, folder: str | None, kwargs: Settings, stop_at: int | None
 ) -> dict[str, object]:
-    torch.manual_seed(seed)
-    trainer = build()
-    added: list[TrainerCallback] = [rates := _Rates()]
-    if stop_at is not None:
-        added.append(_Interrupt(stop_at))
-    for callback in added:
-        trainer.callback_handler.add_callback(callback)
-    keeping: Settings = (
-        {"checkpoint_dir": folder, "checkpoint_every": "1st", "resume_from": "auto", "async_checkpoint": False}
-        if folder
-        else {}
-    )
+    """Train, and return everything that the run has computed, by name."""
+    handler, rates, keeping = trainer.callback_handler, _Rates(stop_at), Settings()
+    handler.add_callback(rates)
+    if folder is not None:
+        keeping = {
+            "checkpoint_dir": folder,
+            "checkpoint_every": "1st",
+            "resume_from": "auto",
+            "async_checkpoint": False,
+        }
     try:
         trainer.train(data, max_num_train_steps=steps, **{"num_epochs": None, **kwargs}, **keeping)
     except _Interrupted:
         return _flatten(rates.by_step)
     finally:
-        trainer.callback_handler.callbacks = [
-            callback for callback in trainer.callback_handler if callback not in added
-        ]
+        handler.callbacks = [callback for callback in handler if callback is not rates]
     history = trainer.run_history
     values = {name: list(history.get_metric_values(name)) for name in history.get_metric_names()}
-    recorded_at = {name: list(history.get_metric_steps(name)) for name in values}
     return _flatten(
         {
             "model": clean_state_dict(trainer.model),
@@ -177,15 +147,11 @@ def _run(
             "random numbers": torch.get_rng_state(),
             "schedule": None if trainer.scheduler is None else plain_scheduler_state(trainer.scheduler),
             **rates.by_step,
-            "evaluation": {name: values[name] for name in values if _is_of_evaluation(name)},
-            "history": {name: values[name] for name in values if not _is_of_evaluation(name)},
-            "history.steps": recorded_at,
+            "evaluation": {name: values[name] for name in values if "eval" in name},
+            "history": {name: values[name] for name in values if "eval" not in name},
+            "history.steps": {name: list(history.get_metric_steps(name)) for name in values},
         }
     )
-
-
-def _is_of_evaluation(name: str) -> bool:
-    return "eval" in name
 
 
 def _flatten(value: object, path: str = "") -> dict[str, object]:
@@ -206,9 +172,9 @@ def _compare(whole: dict[str, object], resumed: dict[str, object], steps: int) -
     differences: dict[str, str] = {}
     for name in wrong:
         differences.setdefault(name.partition(".")[0], name)
-    first = next(iter(wrong))
+    first, error = next(iter(wrong.items()))
     return ResumeVerdict(
-        is_exact=False, num_steps=steps, first_difference=first, largest_error=wrong[first], differences=differences
+        is_exact=False, num_steps=steps, first_difference=first, largest_error=error, differences=differences
     )
 
 
