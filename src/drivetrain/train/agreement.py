@@ -44,14 +44,10 @@ class StopVote:
         # The request, -1 where all leave inside the step, the seconds, a changed end, a yes: of each the largest.
         self._ballot = torch.zeros(5, dtype=torch.float64)
         self._work: dist.Work | None = None
-        self.count = 0
-        """How many votes this rank has opened: a sign of progress for the watch over ranks."""
-        self.seconds = 0.0
-        """The largest time that a rank's clock showed in the last vote."""
-        self.has_new_end = False
-        """Whether a rank had changed the end of the run."""
-        self.says_yes = False
-        """Whether a rank had answered yes."""
+        self.count = 0  # how many votes this rank has opened: a sign of progress for the watch over ranks
+        self.seconds = 0.0  # the largest time that a rank's clock showed in the last vote
+        self.has_new_end = False  # whether a rank had changed the end of the run
+        self.says_yes = False  # whether a rank had answered yes
 
     def open(
         self, request: int, leaves: bool = False, *, seconds: float = 0.0, new_end: bool = False, yes: bool = False
@@ -98,14 +94,10 @@ class Agreement:
     def __init__(self, state: State, limits: RunLimits | None = None):
         self._state = state
         self.limits = RunLimits() if limits is None else limits
-        self.vote: StopVote | None = None
-        """None on a single process."""
-        self.signals = StopSignals()
-        """Active during a run; before that it records nothing."""
-        self.stop: StopTrainingError | TrainingStopped | None = None
-        """Why this rank requested a stop."""
-        self.is_reached = False
-        """Whether all ranks stop at the same position."""
+        self.vote: StopVote | None = None  # None on a single process
+        self.signals = StopSignals()  # active during a run; before that it records nothing
+        self.stop: StopTrainingError | TrainingStopped | None = None  # why this rank requested a stop
+        self.is_reached = False  # whether all ranks stop at the same position
 
     def own_request(self) -> int:
         """Return this rank's request: the number of a signal, `STOP`, or 0 to continue."""

@@ -73,8 +73,7 @@ class CheckpointSchedule:
         self._saved_at: tuple[int, int] | None = None
         self.last: AnyPath | None = None
         """The checkpoint that the run was resumed from, or the last that it has written."""
-        self.good: LastGoodState | None = None
-        """The state that replaces one with NaN or infinity."""
+        self.good: LastGoodState | None = None  # the state that replaces one with NaN or infinity
         self.checkpointer: Checkpointer | None = None
         self._every: Interval | None = None
         self.saves_inside_epochs = False

@@ -52,8 +52,7 @@ class _Memory:
     batch: object
     step: int
     synchronises: bool
-    sizes: tuple[int, int] | None
-    """Samples of the batch on this rank and on all of them, where the loader counts them."""
+    sizes: tuple[int, int] | None  # samples of the batch on this rank and on all of them, where the loader counts them
     rng: StateDict
     generators: dict[str, Tensor]
 
@@ -66,10 +65,8 @@ class WindowRepeat:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self.stepper: Stepper | None = None
-        """Of the run; its window knows whether there is something to save."""
-        self.is_wanted = False
-        """Whether the optimizer of this run evaluates more than once."""
+        self.stepper: Stepper | None = None  # of the run; its window knows whether there is something to save
+        self.is_wanted = False  # whether the optimizer of this run evaluates more than once
         self._memories: list[_Memory] = []
         self._returns_loss = False
         self._overflowed = False

@@ -44,17 +44,13 @@ _BUILT_IN = (RuntimeError, ValueError, IndexError, TypeError, KeyError)
 class StepFailure(NamedTuple):
     """What the traceback of an error shows."""
 
-    phase: str
-    """`train`, `evaluation` or `prediction`."""
+    phase: str  # `train`, `evaluation` or `prediction`
     batch: object
-    layer: nn.Module | None
-    """The innermost module that was running."""
-    given: str
-    """The tensors that it was called with."""
+    layer: nn.Module | None  # the innermost module that was running
+    given: str  # the tensors that it was called with
     in_loss: bool
     in_data: bool
-    by_torch: bool
-    """Whether torch raised the error, not a line of the user's."""
+    by_torch: bool  # whether torch raised the error, not a line of the user's
 
 
 def explain_failure(error: BaseException, model: object, loss_func: object, batch_index: int) -> BaseException:
@@ -196,8 +192,7 @@ class LastGoodState:
         self._session, self._stepper = weakref.ref(state), stepper  # the state may hold what holds this
         self._state: StateDict = {}
         self._rng: StateDict = {}
-        self.step = 0
-        """The number of updates made when the copy was taken."""
+        self.step = 0  # the number of updates made when the copy was taken
 
     def _live(self) -> State:
         state = self._session()

@@ -58,12 +58,9 @@ class Series:
 
     def __init__(self) -> None:
         self.numbers, self.steps = array("d"), array("q")
-        self.kinds: bytearray | None = None
-        """What each value is; None while all are floats."""
-        self.objects: dict[int, object] = {}
-        """Values that are not numbers, by position."""
-        self.epochs: list[tuple[int, int]] = []
-        """The position from which on values belong to an epoch, and the epoch."""
+        self.kinds: bytearray | None = None  # what each value is; None while all are floats
+        self.objects: dict[int, object] = {}  # values that are not numbers, by position
+        self.epochs: list[tuple[int, int]] = []  # the position from which on values belong to an epoch, and the epoch
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -184,12 +181,9 @@ class HistoryFile:
     """
 
     folder: Path
-    after: int = 0
-    """Where in the file the values end that this history continues; 0: nowhere."""
-    name: str | None = None
-    """The file that `after` belongs to."""
-    counts: dict[str, tuple[Series, int]] = field(default_factory=dict)
-    """How many values of each series the file has."""
+    after: int = 0  # where in the file the values end that this history continues; 0: nowhere
+    name: str | None = None  # the file that `after` belongs to
+    counts: dict[str, tuple[Series, int]] = field(default_factory=dict)  # how many values of each series the file has
     _end: int = 0
     _written: int = 0
     _waiting: list[bytes] = field(default_factory=list)

@@ -46,10 +46,8 @@ class LossCounting:
 
     def __init__(self, count_items: CountItems | None = None):
         self.items = UNKNOWN
-        self.is_decided = callable(count_items)
-        """Whether no batch needs to be inspected."""
-        self.is_needed = count_items is not None
-        """Whether batches have to be counted."""
+        self.is_decided = callable(count_items)  # whether no batch needs to be inspected
+        self.is_needed = count_items is not None  # whether batches have to be counted
         self._given = count_items
         self._count = count_items if callable(count_items) else None
 
@@ -136,8 +134,7 @@ class Part(NamedTuple):
 
     parts: int = 1
     is_last: bool = True
-    rows: int | None = None
-    """The samples of the whole batch."""
+    rows: int | None = None  # the samples of the whole batch
 
 
 WHOLE = Part()

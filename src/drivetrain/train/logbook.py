@@ -39,8 +39,7 @@ class Logbook:
     def __init__(self, history: RunHistory, clock: Clock, loggers: Collection[Any]):
         run = current_run()
         recorder = None if run is None else run.recorder  # inside an experiment metrics go to its recorder too
-        self.history = history
-        """Where values are recorded; another one may take its place."""
+        self.history = history  # where values are recorded; another one may take its place
         self._clock = clock
         self._readback = AsyncReadback()
         self._arriving: dict[str, float] = {}

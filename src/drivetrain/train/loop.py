@@ -36,11 +36,9 @@ class StepCalls(NamedTuple):
     clip: Callable[[], None] | None
     step: Callable[[], object]
     schedule: Callable[[], None] | None
-    is_own_schedule: bool
-    """Whether `schedule` is called without a scheduler, too."""
+    is_own_schedule: bool  # whether `schedule` is called without a scheduler, too
     clear: Callable[[], None]
-    track: Callable[[Tensor, Count], None] | None
-    """The user's own way to track a loss."""
+    track: Callable[[Tensor, Count], None] | None  # the user's own way to track a loss
 
 
 class TrainerLoop(EvaluationLoop):

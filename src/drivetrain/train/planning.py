@@ -70,10 +70,8 @@ class PlanRequest:
 
     trainer: "Trainer"
     settings: TrainSettings
-    dataset: object
-    """What `train()` was given: a dataset, or a loader."""
-    loader: object
-    """The training loader, where it was made already."""
+    dataset: object  # what `train()` was given: a dataset, or a loader
+    loader: object  # the training loader, where it was made already
 
     @property
     def device(self) -> torch.device:

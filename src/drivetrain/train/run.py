@@ -49,21 +49,17 @@ if TYPE_CHECKING:
 class TrainingData:
     """The loaders of a run, and what the loop must know about their batches."""
 
-    train: Any = None
-    """The training loader."""
-    evaluation: Any = None
-    """The evaluation loader, or one for each of several evaluation sets."""
+    train: Any = None  # the training loader
+    evaluation: Any = None  # the evaluation loader, or one for each of several evaluation sets
     train_kwargs: Settings | None = None
     """The arguments that the training loader was built with; None when the user built it."""
     eval_kwargs: Settings | None = None
-    batches_per_epoch: int | None = None
-    """None for a loader without a length."""
+    batches_per_epoch: int | None = None  # None for a loader without a length
     source: SmartDataLoader[Any] | KnownBatch | None = None
     """The `SmartDataLoader` behind the training loader, which counts samples over all ranks; None for a loader of the user's own."""
     may_pad: bool = False
     """Whether a batch may be padding, which only keeps this rank synchronized with ranks that still have samples."""
-    reads_index: bool = False
-    """Whether a plugin reads which samples are in a batch."""
+    reads_index: bool = False  # whether a plugin reads which samples are in a batch
     count_tokens: Callable[..., int] | None = None
 
     def count(self, batch: object, output: BatchOutput | None, world: int) -> tuple[int, int]:
@@ -84,24 +80,18 @@ class TrainingData:
 class LossStep:
     """How batches become losses in the current phase: training, evaluation or prediction."""
 
-    after_forward: str = Event.AFTER_FORWARD.value
-    """The event that `forward` fires."""
-    before_loss: bool = True
-    """Whether `compute_loss` fires BEFORE_LOSS: only in training."""
+    after_forward: str = Event.AFTER_FORWARD.value  # the event that `forward` fires
+    before_loss: bool = True  # whether `compute_loss` fires BEFORE_LOSS: only in training
     listens_before_loss: bool = False
-    is_first: bool = False
-    """Whether the current batch is the first of the run, which is checked."""
-    in_region: bool = False
-    """Whether the default loss hook has opened its autocast region, for model and loss together."""
+    is_first: bool = False  # whether the current batch is the first of the run, which is checked
+    in_region: bool = False  # whether the default loss hook has opened its autocast region, for model and loss together
     saw_forward: bool = False
     saw_loss: bool = False
     find_form: Callable[[object, object, bool], BatchForm] = find_form
     form: BatchForm | None = None
     form_type: type | None = None
-    own_loss: Callable[..., Tensor] | None = None
-    """The model's `loss(outputs, batch)`, where it has one."""
-    watch: LossWatch | None = None
-    """Follows the loss function of a compiled model's first batch."""
+    own_loss: Callable[..., Tensor] | None = None  # the model's `loss(outputs, batch)`, where it has one
+    watch: LossWatch | None = None  # follows the loss function of a compiled model's first batch
 
     def form_of(self, batch: object, model: object, has_loss_func: bool) -> BatchForm:
         """Return how batches of this type are passed to the model; decided when the type changes."""
@@ -125,8 +115,7 @@ class EvaluationState:
         single = {} if evaluation_loader is None else {"": evaluation_loader}
         self.sets: dict[str, object] = single if several is None else dict(several.items())
         self.counts = dict.fromkeys(self.sets, 0)
-        self.finished: list[str] = []
-        """Sets that need not be evaluated again in an evaluation that was interrupted."""
+        self.finished: list[str] = []  # sets that need not be evaluated again in an evaluation that was interrupted
 
     @contextmanager
     def counting(self, name: str, loader: object) -> Iterator[list[bool]]:
@@ -168,21 +157,14 @@ class EvaluationState:
 class EvaluationPlan:
     """When a run evaluates, and the progress of the current evaluation."""
 
-    is_due: Callable[[Clock], bool] | None = None
-    """Whether to evaluate after a batch; None: only after epochs."""
-    interval: Interval | None = None
-    """What `is_due` asks, unless it is a function of the user's."""
-    after_epoch: bool = False
-    """Whether an evaluation was due after the last batch of the epoch."""
-    unfinished: Literal["", "evaluation", "epoch"] = ""
-    """What a resumed run does first; saved with the state."""
-    was_cut: bool = False
-    """Whether a signal ended the last evaluation early."""
-    set_name: str | None = None
-    """The current evaluation set, where there are several."""
+    is_due: Callable[[Clock], bool] | None = None  # whether to evaluate after a batch; None: only after epochs
+    interval: Interval | None = None  # what `is_due` asks, unless it is a function of the user's
+    after_epoch: bool = False  # whether an evaluation was due after the last batch of the epoch
+    unfinished: Literal["", "evaluation", "epoch"] = ""  # what a resumed run does first; saved with the state
+    was_cut: bool = False  # whether a signal ended the last evaluation early
+    set_name: str | None = None  # the current evaluation set, where there are several
     state: EvaluationState = field(default_factory=EvaluationState)
-    plateau: MetricWatch | None = None
-    """The metric that a plateau schedule follows."""
+    plateau: MetricWatch | None = None  # the metric that a plateau schedule follows
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -198,21 +180,16 @@ class RestoredParts:
 class Measures:
     """What is measured in the current phase, until it is recorded."""
 
-    tracker: LossTracker = field(default_factory=LossTracker)
-    """The mean loss of the epoch, or of an evaluation."""
-    logged: dict[str, LossTracker] = field(default_factory=dict)
-    """What `log()` collects, by name."""
-    train_items: LossCounting = field(default_factory=LossCounting)
-    """What the losses of training are means over."""
+    tracker: LossTracker = field(default_factory=LossTracker)  # the mean loss of the epoch, or of an evaluation
+    logged: dict[str, LossTracker] = field(default_factory=dict)  # what `log()` collects, by name
+    train_items: LossCounting = field(default_factory=LossCounting)  # what the losses of training are means over
     eval_items: dict[str | None, LossCounting] = field(default_factory=dict)
     """The same of evaluations, by the name of the evaluation set."""
     train_metrics: MetricSet = field(default_factory=MetricSet)
     eval_metrics: MetricSet = field(default_factory=MetricSet)
     has_train_metrics: bool = False
-    step_losses: "StepLosses | None" = None
-    """Sends losses inside an epoch to the loggers, where there are any."""
-    step_times: "StepTimes | None" = None
-    """Times the steps of this rank, on several processes."""
+    step_losses: "StepLosses | None" = None  # sends losses inside an epoch to the loggers, where there are any
+    step_times: "StepTimes | None" = None  # times the steps of this rank, on several processes
 
     def for_repeated_passes(self) -> "Measures":
         """Return measures with the same counting that are never read."""
@@ -230,20 +207,17 @@ class SharedParts:
     options: TrainerOptions = field(default_factory=TrainerOptions)
     own_folders: set[Path] = field(default_factory=set)
     """Checkpoint folders that earlier runs have written to, and that later ones may write to again."""
-    scheduler_is_ours: bool = False
-    """Whether a run made the scheduler, so that the next one makes another."""
+    scheduler_is_ours: bool = False  # whether a run made the scheduler, so that the next one makes another
     data_ranks: "tuple[int, int, ProcessGroup | None] | None" = None
     """Which samples this rank reads by the plan; None: by its rank."""
-    planned_model: nn.Module | None = None
-    """The model after the plan was applied, in its DDP wrapper."""
+    planned_model: nn.Module | None = None  # the model after the plan was applied, in its DDP wrapper
 
 
 @dataclass(kw_only=True, eq=False, slots=True, weakref_slot=True)
 class Run:
     """One training run, or the idle state of a Trainer that has not trained yet."""
 
-    agreement: Agreement
-    """What may stop or interrupt the run; all ranks agree on it."""
+    agreement: Agreement  # what may stop or interrupt the run; all ranks agree on it
     shared: SharedParts = field(default_factory=SharedParts)
     settings: TrainSettings | None = None
     config: TrainerRunConfig | None = None
@@ -264,14 +238,11 @@ class Run:
     """The events of a repeated window, which only algorithms see; not on the State, which the engine refers to."""
     units: "OptimSet | None" = None
     good: LastGoodState | None = None
-    recovery: Recovery | None = None
-    """What to do about skipped updates."""
+    recovery: Recovery | None = None  # what to do about skipped updates
     microbatch_size: int | None = None
-    part: Part = WHOLE
-    """Of the current batch, where batches are split."""
+    part: Part = WHOLE  # of the current batch, where batches are split
     is_ddp: bool = False
-    norm_is_tested: bool = False
-    """Whether the norm that clipping computes already shows that a gradient is not finite."""
+    norm_is_tested: bool = False  # whether the norm that clipping computes already shows that a gradient is not finite
     schedules_each_step: bool = True
 
     # Where it is.
@@ -279,8 +250,7 @@ class Run:
     is_evaluating: bool = False
     inside_step: bool = False
     epoch_is_recorded: bool = False
-    has_boundary_work: bool = True
-    """Whether anything but a signal or a stop can need the host between two batches."""
+    has_boundary_work: bool = True  # whether anything but a signal or a stop can need the host between two batches
 
     def followed_by(self, agreement: Agreement, settings: TrainSettings) -> "Run":
         """Return the next run of the same Trainer."""

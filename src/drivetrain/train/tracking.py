@@ -41,8 +41,7 @@ class LossTracker:
     """
 
     def __init__(self) -> None:
-        self.is_sum = False
-        """Whether losses are sums, which add up to the loss of the whole."""
+        self.is_sum = False  # whether losses are sums, which add up to the loss of the whole
         self.leaves_out_nonfinite = False
         """Whether to ignore losses that are not finite, because their updates are skipped too."""
         self.reset()
