@@ -238,6 +238,10 @@ def check_loader_arguments(collate_fn: object, **loader_arguments: object) -> No
 # ---------------------------------------------------------------------- before the first step, and what a first batch must show
 
 REQUIRED_OUTPUTS = ("loss", "model_outputs", "batch_size")
+_CALL = {
+    Event.AFTER_FORWARD: "Call self.forward(...) in the hook instead of self.model(...).",
+    Event.BEFORE_LOSS: "Call self.compute_loss(outputs, targets) in the hook instead of self.loss_func(...).",
+}
 
 
 def check_optimizer(state: State, strict: bool) -> None:
@@ -352,20 +356,15 @@ def check_batch_output(output: object, trainer: "EvaluationLoop") -> None:
         raise BatchOutputError(
             f"the loss is a {type(loss).__name__}, expected a scalar tensor. Do not call .item() on it in the hook."
         )
+    if trainer.run.is_evaluating:
+        return
     step, engine = trainer.run.loss, trainer.engine
-    calls = (
-        (Event.AFTER_FORWARD, step.saw_forward, "self.forward(...) in the hook instead of self.model(...)"),
-        (
-            Event.BEFORE_LOSS,
-            step.saw_loss,
-            "self.compute_loss(outputs, targets) in the hook instead of self.loss_func(...)",
-        ),
-    )
-    for event, was_fired, call in calls:
-        if not was_fired and not trainer.run.is_evaluating and engine.has_algorithm_for(event):
+    fired = {Event.AFTER_FORWARD: step.saw_forward, Event.BEFORE_LOSS: step.saw_loss}
+    for event, was_fired in fired.items():
+        if not was_fired and engine.has_algorithm_for(event):
             names = ", ".join(type(plugin).__name__ for plugin in engine.listeners(event))
             raise ConfigError(
-                f"{type(trainer).__name__}.calculate_train_batch_loss hides {event.name} from {names}, which needs it. Call {call}."
+                f"{type(trainer).__name__}.calculate_train_batch_loss hides {event.name} from {names}, which needs it. {_CALL[event]}"
             )
 
 

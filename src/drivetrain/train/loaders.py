@@ -25,7 +25,6 @@ from drivetrain.data.workers import guard_workers
 from drivetrain.runtime.device import usable_cpus
 from drivetrain.runtime.ranks import (
     clear_data_ranks,
-    data_group,
     data_rank,
     data_ranks_are_of_a_trainer,
     get_num_processes,
@@ -43,13 +42,6 @@ if TYPE_CHECKING:
     from drivetrain.train.loop import TrainerLoop
     from drivetrain.train.run import SharedParts
     from drivetrain.train.trainer import Trainer
-
-
-def keep_data_ranks(shared: "SharedParts") -> None:
-    """Store which samples this rank reads by a Trainer's plan, for all its runs."""
-    is_shared = num_data_ranks() != get_num_processes()
-    shared.data_ranks = (data_rank(), num_data_ranks(), data_group()) if is_shared else None
-    use_data_ranks(shared)
 
 
 def use_data_ranks(shared: "SharedParts") -> None:
@@ -153,16 +145,6 @@ def merge_kwargs(dataset: object, defaults: Settings, given: Mapping[str, object
     if merged.get("num_workers"):
         merged.setdefault("persistent_workers", True)  # workers live for the whole run
     return {name: value for name, value in merged.items() if name in given or name not in ruled_out}
-
-
-def with_settings(settings: TrainSettings, kwargs: Mapping[str, object] | None) -> Settings | None:
-    """Add the global batch size, and the fixed order of an overfitting test, to the user's loader arguments."""
-    added: Settings = {}
-    if settings.global_batch_size is not None:
-        added["global_batch_size"] = settings.global_batch_size
-    if settings.overfit_batches:
-        added["shuffle"] = False
-    return {**added, **(kwargs or {})} if added else None if kwargs is None else dict(kwargs)
 
 
 def prepare(device: torch.device | str, loader: object, limit_batches: int | float | None) -> Any:

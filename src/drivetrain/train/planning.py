@@ -29,7 +29,7 @@ from drivetrain.core.event import Event
 from drivetrain.core.types import Settings
 from drivetrain.module.precision import PRECISIONS, Precision, parse_precision
 from drivetrain.module.wrapping import unwrap
-from drivetrain.runtime.ranks import data_group, get_num_processes, is_master, num_data_ranks
+from drivetrain.runtime.ranks import data_group, data_rank, get_num_processes, is_master, num_data_ranks
 from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import rng_kept
 from drivetrain.strategy.apply import Application, apply_to_called_model, check_model
@@ -129,8 +129,10 @@ def apply_strategy(trainer: "Trainer") -> None:
         return
     request = request_of(trainer)
     trainer.plan, app = _apply(request)
-    loaders.keep_data_ranks(run.shared)
-    if num_data_ranks() != get_num_processes():  # other ranks hold the same samples
+    is_shared = num_data_ranks() != get_num_processes()
+    run.shared.data_ranks = (data_rank(), num_data_ranks(), data_group()) if is_shared else None
+    loaders.use_data_ranks(run.shared)
+    if is_shared:  # other ranks hold the same samples
         run.measures.eval_metrics.join(data_group())
         run.measures.train_metrics.join(data_group())
     run.shared.planned_model = trainer.model

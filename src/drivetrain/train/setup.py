@@ -107,21 +107,6 @@ def prepare_run(
     resuming.restore(trainer)
 
 
-def place_everything(trainer: "Trainer") -> None:
-    """Move model, optimizer and loaders to where the run needs them."""
-    run, settings = trainer.run, trainer.run.require_settings()
-    trainer.model = loaders.move_model(trainer.runtime, trainer.model)
-    prepare_precision(trainer)
-    resolve_optimizer(trainer)
-    overfit = settings.overfit_batches or None
-    loader = loaders.prepare(trainer.device, run.data.train, None)
-    loaders.check_training_loader(loader, trainer.train_dataset, settings)
-    run.data.train = loaders.limit(loader, overfit or settings.limit_train_batches)
-    if run.data.evaluation is not None:
-        limit = overfit or settings.limit_eval_batches
-        run.data.evaluation = loaders.prepare(trainer.device, run.data.evaluation, limit)
-
-
 def prepare_evaluation(
     trainer: "Trainer", batch_size: int, kwargs: Settings | None, limit_batches: int | float | None
 ) -> None:
@@ -209,8 +194,14 @@ def _make_stepper(trainer: "Trainer") -> None:
 
 def _make_loaders(trainer: "Trainer", train_kwargs: Settings | None, eval_kwargs: Settings | None) -> None:
     settings, data = trainer.run.require_settings(), trainer.run.data
-    batch_size = settings.per_device_batch_size
-    data.train = trainer.create_train_dataloader(batch_size, loaders.with_settings(settings, train_kwargs))
+    batch_size, added = settings.per_device_batch_size, Settings()
+    if settings.global_batch_size is not None:
+        added["global_batch_size"] = settings.global_batch_size
+    if settings.overfit_batches:
+        added["shuffle"] = False
+    data.train = trainer.create_train_dataloader(
+        batch_size, {**added, **(train_kwargs or {})} if added else train_kwargs
+    )
     data.evaluation = None
     if trainer.eval_dataset is not None:
         data.evaluation = loaders.make_evaluation_loaders(trainer, batch_size, eval_kwargs)

@@ -458,16 +458,10 @@ class Trainer(TrainerLoop):
         save_per_node: bool = True,
     ) -> None:
         """Write model, optimizer and scheduler to one `.pt` file that loads with `weights_only=True`."""
-        saved = {"optimizer": save_optimizer, "scheduler": save_scheduler}
         checkpoints.save_checkpoint(
-            self.state,
-            self.runtime,
-            save_path,
-            checkpoint_kwargs,
-            **saved,
-            per_node=save_per_node,
-            writes=self.writes_files,
-        )
+            self.state, self.runtime, save_path, checkpoint_kwargs, optimizer=save_optimizer, scheduler=save_scheduler,
+            per_node=save_per_node, writes=self.writes_files,
+        )  # fmt: skip
 
     def load_checkpoint(
         self, checkpoint_path: AnyPath, load_optimizer: bool = True, load_scheduler: bool = True
@@ -548,8 +542,16 @@ class Trainer(TrainerLoop):
 
     def _prepare_model_optimizer_and_dataloaders(self) -> None:
         """Place model, loss and optimizer; make loaders deliver to the device; wrapping waits until weights are loaded."""
-        setup.place_everything(self)
-        if self.run.data.evaluation is not None:
+        data, settings = self.run.data, self.run.require_settings()
+        self.model = loaders.move_model(self.runtime, self.model)
+        setup.prepare_precision(self)
+        setup.resolve_optimizer(self)
+        overfit = settings.overfit_batches or None
+        loader = loaders.prepare(self.device, data.train, None)
+        loaders.check_training_loader(loader, self.train_dataset, settings)
+        data.train = loaders.limit(loader, overfit or settings.limit_train_batches)
+        if data.evaluation is not None:
+            data.evaluation = loaders.prepare(self.device, data.evaluation, overfit or settings.limit_eval_batches)
             self._check_eval_batch_size()
         self.engine.call("on_loaders_made")
 
