@@ -91,9 +91,8 @@ class StopVote:
 class Agreement:
     """What may end or interrupt a run: its limits, signals and requests to stop, on which all ranks act together."""
 
-    def __init__(self, state: State, limits: RunLimits | None = None):
-        self._state = state
-        self.limits = RunLimits() if limits is None else limits
+    def __init__(self, state: State):
+        self._state, self.limits = state, RunLimits()
         self.vote: StopVote | None = None  # None on a single process
         self.signals = StopSignals()  # active during a run; before that it records nothing
         self.stop: StopTrainingError | TrainingStopped | None = None  # why this rank requested a stop

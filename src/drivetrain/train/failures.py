@@ -10,7 +10,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -41,75 +41,55 @@ _DATA_NAMES = {"train": "train_dataset", "evaluation": "eval_dataset", "predicti
 _BUILT_IN = (RuntimeError, ValueError, IndexError, TypeError, KeyError)
 
 
-class StepFailure(NamedTuple):
-    """What the traceback of an error shows."""
-
-    phase: str  # `train`, `evaluation` or `prediction`
-    batch: object
-    layer: nn.Module | None  # the innermost module that was running
-    given: str  # the tensors that it was called with
-    in_loss: bool
-    in_data: bool
-    by_torch: bool  # whether torch raised the error, not a line of the user's
-
-
 def explain_failure(error: BaseException, model: object, loss_func: object, batch_index: int) -> BaseException:
     """Return the error to raise: the same one with a note, or a `BatchError` if torch could not process the first batch."""
     if not isinstance(error, Exception) or isinstance(error, BatchError):
         return error
-    failure = _read(error, loss_func)
-    if failure is None:
+    batch: object = None
+    layer: nn.Module | None = None  # the innermost that was running
+    phase, given, in_loss, in_data, by_torch = "", "", False, False, False
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        function, module, owner = frame.f_code.co_name, frame.f_globals.get("__name__", ""), frame.f_locals.get("self")
+        phase = _PHASES.get(function, phase)
+        if function in _LOSS_HOOKS:
+            batch = frame.f_locals.get("batch")
+        in_data = in_data or module.startswith(_DATA)
+        in_loss = in_loss or frame.f_code is getattr(loss_func, "__code__", None)
+        if isinstance(owner, nn.Module) and function == "forward":
+            in_loss, layer = in_loss or owner is loss_func, owner
+            arguments = [frame.f_locals.get(argument) for argument in inspect.getargvalues(frame).args]
+            given = ", ".join(_shown(value) for value in arguments if isinstance(value, Tensor))
+        if not module.startswith("drivetrain."):  # ours may be between a layer and its operation
+            by_torch = module.startswith("torch.")
+    in_data = in_data and batch is None
+    if not phase or (batch is None and not in_data):
         return error
-    text = _describe(failure, model, loss_func, batch_index)
+    data, number = _DATA_NAMES[phase], f"batch {batch_index + 1}" if batch_index else "the first batch"
+    if in_data:
+        text = f"Reading {number} for {phase} failed: look at {data} and its collate_fn."
+    else:
+        where = f" in the loss function ({_name(loss_func)})" if in_loss else _layer_name(layer, model)
+        called = f", called with {given}." if given else "."
+        text = f"{data}: {number} for {phase} ({_shown(batch)}) failed{where}{called}"
     if "device-side assert" in str(error):
         text += (
             " A CUDA kernel found a wrong value, often a label or an index out of range, and the layer named may be a later one. "
             "Run the same batch with Trainer(device='cpu') to see it."
         )
-    if batch_index == 0 and failure.by_torch and type(error) in _BUILT_IN and not failure.in_data:
+    if batch_index == 0 and by_torch and type(error) in _BUILT_IN and not in_data:
         first_line = str(error).strip().partition("\n")[0]
         return BatchError(f"{text} {type(error).__name__}: {first_line}")
     error.add_note(text)
     return error
 
 
-def _read(error: BaseException, loss_func: object) -> StepFailure | None:
-    batch: object = None
-    phase, layer, given, in_loss, in_data, by_torch = "", None, "", False, False, False
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        name, module = frame.f_code.co_name, frame.f_globals.get("__name__", "")
-        owner = frame.f_locals.get("self")
-        phase = _PHASES.get(name, phase)
-        if name in _LOSS_HOOKS:
-            batch = frame.f_locals.get("batch")
-        if module.startswith(_DATA):
-            in_data = True
-        if isinstance(owner, nn.Module) and name == "forward":
-            in_loss = owner is loss_func or in_loss
-            arguments = [frame.f_locals.get(argument) for argument in inspect.getargvalues(frame).args]
-            layer, given = owner, ", ".join(_shown(value) for value in arguments if isinstance(value, Tensor))
-        in_loss = in_loss or frame.f_code is getattr(loss_func, "__code__", None)
-        if not module.startswith("drivetrain."):  # ours may be between a layer and its operation
-            by_torch = module.startswith("torch.")
-    if not phase or (batch is None and not in_data):
-        return None
-    return StepFailure(phase, batch, layer, given, in_loss, in_data and batch is None, by_torch)
-
-
-def _describe(failure: StepFailure, model: object, loss_func: object, index: int) -> str:
-    number = f"batch {index + 1}" if index else "the first batch"
-    if failure.in_data:
-        name = _DATA_NAMES[failure.phase]
-        return f"Reading {number} for {failure.phase} failed: look at {name} and its collate_fn."
-    text = f"{_DATA_NAMES[failure.phase]}: {number} for {failure.phase} ({_shown(failure.batch)}) failed"
-    if failure.in_loss:
-        text += f" in the loss function ({_name(loss_func)})"
-    elif (layer := failure.layer) is not None:
-        modules = model.named_modules() if isinstance(model, nn.Module) else ()
-        path = next((name for name, module in modules if module is layer), None)
-        where = f"layer {path!r}" if path else "the model" if layer is model else "a layer"
-        text += f" in {where} ({type(layer).__name__ if list(layer.children()) else repr(layer)})"
-    return text + (f", called with {failure.given}." if failure.given else ".")
+def _layer_name(layer: nn.Module | None, model: object) -> str:
+    if layer is None:
+        return ""
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    path = next((name for name, module in modules if module is layer), None)
+    where = f"layer {path!r}" if path else "the model" if layer is model else "a layer"
+    return f" in {where} ({type(layer).__name__ if list(layer.children()) else repr(layer)})"
 
 
 def _name(function: object) -> str:

@@ -18,16 +18,6 @@ BN_MODULES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _KEPT_IN_EVAL = "_kept_in_eval"  # the mark of a module whose mode outlasts model.train()
 
 
-class Layer(NamedTuple):
-    """A module that owns parameters, or a leaf."""
-
-    layer_group_idx: tuple[int, int]
-    """The group's index from the front and from the back, for example (0, -3)."""
-    module: nn.Module
-    is_frozen: bool
-    """Whether its parameters are frozen; for a layer without parameters, whether it is in eval mode."""
-
-
 class LayerGroup(NamedTuple):
     """A direct child of the model."""
 
@@ -35,7 +25,11 @@ class LayerGroup(NamedTuple):
     """The group's index from the front and from the back, for example (0, -3)."""
     module: nn.Module
     is_frozen: bool
-    """Whether any of its parameters is frozen."""
+    """Whether any of its parameters is frozen; for a layer without parameters, whether it is in eval mode."""
+
+
+class Layer(LayerGroup):
+    """A module that owns parameters, or a leaf; with the index of its group."""
 
 
 class ModelFreezer:

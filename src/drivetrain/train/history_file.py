@@ -25,7 +25,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -293,13 +293,6 @@ class HistoryFile:
         return b"%010d %020d\n" % (len(text), len(body)) + text + body
 
 
-class _Block(NamedTuple):
-    after: int
-    header_at: int
-    data_at: int
-    end: int
-
-
 def read_history(folder: Path, reference: Reference) -> dict[str, Series] | None:
     """Return the series that a checkpoint refers to, None if the file does not exist. A changed file is an error."""
     path = folder / reference.name
@@ -316,30 +309,30 @@ def read_history(folder: Path, reference: Reference) -> dict[str, Series] | None
 
 def _read_chain(file: BinaryIO, end: int, path: Path) -> dict[str, Series]:
     """Read the blocks that lead to a place, oldest first."""
-    blocks = {block.end: block for block in _blocks(file, end, path)}
-    chain, place = [], end
+    blocks, chain, place = _blocks(file, end, path), [], end
     while place > len(MAGIC):
-        if place not in blocks or blocks[place].after >= place:
+        after, header_at, data_at = blocks.get(place, (place, 0, 0))
+        if after >= place:
             raise _damaged(path, f"no block ends at byte {place}")
-        chain.append(blocks[place])
-        place = blocks[place].after
+        chain.append((header_at, data_at, place))
+        place = after
     series: dict[str, Series] = {}
     try:
-        for block in reversed(chain):
-            file.seek(block.header_at)
-            header = parse_structure(file.read(block.data_at - block.header_at), path.name)
-            _apply(header, file.read(block.end - block.data_at), series)
+        for header_at, data_at, block_end in reversed(chain):
+            file.seek(header_at)
+            header = parse_structure(file.read(data_at - header_at), path.name)
+            _apply(header, file.read(block_end - data_at), series)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise _damaged(path, f"a block cannot be read ({type(error).__name__}: {error})") from None
     return series
 
 
-def _blocks(file: BinaryIO, end: int, path: Path) -> list[_Block]:
-    """Return the blocks up to a place; their data is not read."""
+def _blocks(file: BinaryIO, end: int, path: Path) -> dict[int, tuple[int, int, int]]:
+    """Return for the end of each block up to a place: what it continues, where its header begins, and where its data does."""
     file.seek(0)
     if file.read(len(MAGIC)) != MAGIC:
         raise _damaged(path, f"it does not begin with {MAGIC.decode().strip()!r}")
-    found, place = [], len(MAGIC)
+    found, place = {}, len(MAGIC)
     while place < end:
         file.seek(place)
         try:
@@ -351,7 +344,7 @@ def _blocks(file: BinaryIO, end: int, path: Path) -> list[_Block]:
         if type(after) is not int or header_size < 0 or data_size < 0 or data_at + data_size > end:
             raise _damaged(path, f"the block at byte {place} is cut short")
         place = data_at + data_size
-        found.append(_Block(after, data_at - header_size, data_at, place))
+        found[place] = after, data_at - header_size, data_at
     return found
 
 

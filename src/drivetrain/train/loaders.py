@@ -127,11 +127,7 @@ def default_kwargs(device: torch.device | str, dataset: object, batch_size: int)
     }
 
 
-_RULES_OUT = {
-    "sampler": {"shuffle"},
-    "batch_sampler": {"shuffle", "batch_size"},
-    "global_batch_size": {"batch_size"},
-}
+_RULES_OUT = {"sampler": {"shuffle"}, "batch_sampler": {"shuffle", "batch_size"}, "global_batch_size": {"batch_size"}}
 """For an argument of a loader, the defaults that it contradicts."""
 
 

@@ -65,7 +65,7 @@ class TrainerLoop(EvaluationLoop):
                         self._run_eval_epoch(few, is_intermediate=True)  # a mistake there shows in seconds
                 self._handle_requests()
                 if run.evaluation.unfinished == "epoch":  # the run was stopped during the evaluation at an epoch's end
-                    resuming.apply_restored_rng(run.restored)
+                    resuming.apply_restored_rng(run)
                     self._finish_epoch(ended=False)
                 while not agreement.limits.reached(state.clock):
                     if self._run_epoch():
@@ -174,7 +174,7 @@ class TrainerLoop(EvaluationLoop):
     def _go_on_inside_epoch(self) -> None:
         """Set the generators of a resumed run as they were, and make the evaluation that was due when it was saved."""
         plan = self.run.evaluation
-        resuming.apply_restored_rng(self.run.restored)
+        resuming.apply_restored_rng(self.run)
         if plan.unfinished == "evaluation":
             self._evaluate_if_due(lambda clock: True)
         elif plan.interval is not None and self.state.clock.batch_in_epoch:

@@ -32,7 +32,7 @@ from drivetrain.train import loaders
 from drivetrain.train.agreement import StopVote
 from drivetrain.train.checkpoints import CheckpointSchedule, restore_from
 from drivetrain.train.logbook import Logbook
-from drivetrain.train.run import EvaluationPlan, EvaluationState, Measures, RestoredParts, Run
+from drivetrain.train.run import EvaluationPlan, EvaluationState, Measures, Run
 from drivetrain.train.settings import AnyPath, TrainSettings
 from drivetrain.train.tracking import InMemoryRunHistory, load_sums, of_data_ranks
 
@@ -104,7 +104,7 @@ def restore(trainer: "Trainer") -> None:
             state.model = runtime.prepare_model(state.model, **ddp_settings(trainer))
         if run.units is not None:
             run.units.rebind(state.model)
-        if run.restored.rng is None:
+        if run.restored_rng is None:
             _reseed_rank(state.seed)
 
 
@@ -130,7 +130,7 @@ def fill_state(trainer: "Trainer") -> None:
     state.scaler = getattr(trainer.runtime, "scaler", None)
     state.history = history
     state._side_file = history if isinstance(history, InMemoryRunHistory) else None
-    state.epoch_loss = EpochLoss(run.measures, run.evaluation, run.restored, trainer.logbook)
+    state.epoch_loss = EpochLoss(run.measures, run.evaluation, trainer.logbook)
     state.loggers = [logger for logger in trainer.logbook.loggers if hasattr(logger, "state_dict")]
     smart = loaders.smart_loader(loader)
     state.train_dataloader = loader if smart is None else smart
@@ -148,8 +148,8 @@ class EpochLoss:
     short, or the end of the epoch), and the means that loggers get next.
     """
 
-    def __init__(self, measures: Measures, evaluation: EvaluationPlan, restored: RestoredParts, logbook: Logbook):
-        self._measures, self._evaluation, self._restored, self._logbook = measures, evaluation, restored, logbook
+    def __init__(self, measures: Measures, evaluation: EvaluationPlan, logbook: Logbook):
+        self._measures, self._evaluation, self._logbook = measures, evaluation, logbook
 
     def state_dict(self) -> StateDict:
         """Return the sums of every data rank. All ranks must call this."""
@@ -167,12 +167,12 @@ class EpochLoss:
     def load_state_dict(self, state: StateDict) -> None:
         """Restore this rank's sums. On another number of data ranks, the first takes them all."""
         evaluation = self._evaluation
-        self._restored.evaluations = state.get("evaluations")
+        evaluation.restored_interval = state.get("evaluations")
         evaluation.after_epoch = state.get("evaluates_after_epoch", False)
         evaluation.unfinished = state.get("unfinished", "")
         if "evaluation" in state:  # not in checkpoints of earlier versions
             evaluation.state.load_state_dict(state["evaluation"])
-        self._restored.step_losses = state.get("step_losses")
+        self._measures.restored_steps = state.get("step_losses")
         load_sums(self._measures.tracker, state["ranks"])
 
 
@@ -220,10 +220,9 @@ def _load(trainer: "Trainer", checkpoints: CheckpointSchedule, source: AnyPath) 
     else:
         restored = restore_from(state, source)
     rng, clock = getattr(restored, "rng", None), state.clock
-    is_shared = (
-        num_data_ranks() != get_num_processes()
-    )  # then ranks that share samples take one, also of a run with other ranks
-    run.restored.rng = of_data_ranks(rng)[data_rank()] if rng is not None and is_shared else rng
+    if rng is not None and num_data_ranks() != get_num_processes():
+        rng = of_data_ranks(rng)[data_rank()]  # ranks that share samples take one, also of a run with other ranks
+    run.restored_rng = rng
     trainer.run_history._set_epoch(clock.epoch if run.evaluation.unfinished == "epoch" else clock.epoch + 1)
     loader = type(state.train_dataloader)
     if clock.batch_in_epoch and not callable(getattr(loader, "load_state_dict", None)):
@@ -264,11 +263,11 @@ def _report_replaced(trainer: "Trainer", given: list[dict[str, float]]) -> None:
     )
 
 
-def apply_restored_rng(restored: RestoredParts) -> None:
+def apply_restored_rng(run: Run) -> None:
     """Restore the generators just before the first resumed step."""
-    rng, restored.rng = restored.rng, None
-    if rng is not None:
-        restore_rng(rng)
+    if run.restored_rng is not None:
+        restore_rng(run.restored_rng)
+        run.restored_rng = None
 
 
 def _reseed_rank(seed: int | None) -> None:

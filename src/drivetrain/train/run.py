@@ -158,6 +158,7 @@ class EvaluationPlan:
     """When a run evaluates, and the progress of the current evaluation."""
 
     is_due: Callable[[Clock], bool] | None = None  # whether to evaluate after a batch; None: only after epochs
+    restored_interval: StateDict | None = None  # of the checkpoint, for the interval that is made after it was loaded
     interval: Interval | None = None  # what `is_due` asks, unless it is a function of the user's
     after_epoch: bool = False  # whether an evaluation was due after the last batch of the epoch
     unfinished: Literal["", "evaluation", "epoch"] = ""  # what a resumed run does first; saved with the state
@@ -165,15 +166,6 @@ class EvaluationPlan:
     set_name: str | None = None  # the current evaluation set, where there are several
     state: EvaluationState = field(default_factory=EvaluationState)
     plateau: MetricWatch | None = None  # the metric that a plateau schedule follows
-
-
-@dataclass(kw_only=True, eq=False, slots=True)
-class RestoredParts:
-    """Parts of a checkpoint for objects that are created after it was loaded."""
-
-    rng: StateDict | None = None
-    evaluations: StateDict | None = None
-    step_losses: StateDict | None = None
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -188,6 +180,7 @@ class Measures:
     train_metrics: MetricSet = field(default_factory=MetricSet)
     eval_metrics: MetricSet = field(default_factory=MetricSet)
     has_train_metrics: bool = False
+    restored_steps: StateDict | None = None  # of the checkpoint, for `step_losses`
     step_losses: "StepLosses | None" = None  # sends losses inside an epoch to the loggers, where there are any
     step_times: "StepTimes | None" = None  # times the steps of this rank, on several processes
 
@@ -226,7 +219,7 @@ class Run:
     evaluation: EvaluationPlan = field(default_factory=EvaluationPlan)
     measures: Measures = field(default_factory=Measures)
     checkpoints: CheckpointSchedule | None = None
-    restored: RestoredParts = field(default_factory=RestoredParts)
+    restored_rng: StateDict | None = None  # of the checkpoint, until the first resumed step
     generate: Mapping[str, object] | None = None
     """The arguments of the model's `generate` in evaluations; None: nothing is generated."""
 

@@ -305,11 +305,7 @@ class InMemoryRunHistory(RunHistory):
 
     def state_dict(self) -> StateDict:
         """Return epoch, prefix and values in plain containers. During a checkpoint, return a reference to the file of values."""
-        state = {
-            "current_epoch": self._current_epoch,
-            "prefix": self._prefix,
-            "batches_before": self._batches_before,
-        }
+        state = {"current_epoch": self._current_epoch, "prefix": self._prefix, "batches_before": self._batches_before}
         if self._reference is not None:
             return {**state, "file": asdict(self._reference)}
         self._read(wait=True)

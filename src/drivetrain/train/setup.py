@@ -243,7 +243,7 @@ def _plan_evaluations(run: Run, state: State) -> None:
         interval = Interval(every, state.max_duration, run.data.batches_per_epoch)
         if not interval.is_per_epoch:
             interval.reset(state.clock)
-            interval.resume(run.restored.evaluations)
+            interval.resume(plan.restored_interval)
             plan.interval, plan.is_due = interval, interval.due
 
 
@@ -257,8 +257,8 @@ def _log_steps(trainer: "Trainer") -> None:
         interval.reset(state.clock)
         is_padding = data.is_padding if data.may_pad else None
         measures.step_losses = StepLosses(interval, measures.train_items, is_padding, engine.plugins)
-        if run.restored.step_losses is not None:
-            measures.step_losses.load_state_dict(run.restored.step_losses)
+        if measures.restored_steps is not None:
+            measures.step_losses.load_state_dict(measures.restored_steps)
     if is_wanted or any(isinstance(plugin, StepLosses) for plugin in engine.plugins):  # those of an earlier run
         trainer.update_plugins()
 
