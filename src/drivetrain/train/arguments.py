@@ -58,9 +58,8 @@ def check_constructor(given: Mapping[str, Any]) -> None:
             if name == "algorithms":
                 with naming("algorithms", plugin):
                     check_plugin(plugin)
-            elif name == "loggers" and not any(
-                callable(getattr(plugin, one, None)) for one in ("log_metrics", "scalar")
-            ):
+            is_logger = any(callable(getattr(plugin, method, None)) for method in ("log_metrics", "scalar"))
+            if name == "loggers" and not is_logger:
                 raise ConfigTypeError(
                     f"loggers: {plugin!r} is not a logger. Expected an object with log_metrics(metrics, step=...), or a Recorder."
                 )
@@ -100,20 +99,22 @@ def _listed(name: str, plugins: object) -> Iterable[Any]:
     return listed
 
 
+def _reject_class(name: str, value: object, call: str = "...") -> None:
+    if isinstance(value, type):
+        raise ConfigTypeError(f"{name}={value.__name__} is a class. Pass an instance: {value.__name__}({call}).")
+
+
 def check_model(model: object, loss_func: object, *, trains: bool = False) -> None:
     """Raise for a model that cannot be called, has no weights yet, or has its own training loop."""
-    if isinstance(model, type):
-        raise ConfigTypeError(f"model={model.__name__} is a class. Pass an instance: {model.__name__}(...).")
+    _reject_class("model", model)
     if not callable(model):
         raise ConfigTypeError(f"model={model!r} is not callable. Expected an nn.Module.")
     if not isinstance(model, nn.Module):
         if isinstance(model, torch.optim.Optimizer) or inspect.isroutine(model):
             raise ConfigTypeError(f"model={model!r} is a {type(model).__name__}, expected an nn.Module.")
         return
-    unmade = [
-        name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.device.type == "meta"
-    ]
-    if unmade:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    if unmade := [name for name, tensor in tensors if tensor.device.type == "meta"]:
         raise ConfigError(
             f"model: {len(unmade)} tensors are on the meta device and have no values, first {unmade[0]!r}. Build the model on a real "
             "device, or call model.to_empty(device=...) and load or initialise its weights before the Trainer gets it."
@@ -122,10 +123,10 @@ def check_model(model: object, loss_func: object, *, trains: bool = False) -> No
     if trains and own_loop:
         message = f"model={type(model).__name__} looks like a LightningModule: the Trainer does not call its {' and '.join(own_loop)}. "
         if loss_func is None:
-            advice = (
-                "Pass the network inside it as model, with loss_func= and optimizer=; move the code of training_step "
+            raise ConfigError(
+                f"{message}Pass the network inside it as model, with loss_func= and optimizer=; move the code of training_step into "
+                "calculate_train_batch_loss of a Trainer subclass."
             )
-            raise ConfigError(f"{message}{advice}into calculate_train_batch_loss of a Trainer subclass.")
         message += "The model's forward and the Trainer's loss_func are used."
         warnings.warn(message, DrivetrainWarning, stacklevel=4)
 
@@ -136,22 +137,17 @@ def check_loss_func(loss_func: object, optimizer: object = None) -> None:
         return
     if isinstance(loss_func, torch.optim.Optimizer):
         swapped = callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer)
+        advice = "loss_func and optimizer are swapped: write" if swapped else "Write"
         raise ConfigTypeError(
-            f"loss_func is the optimizer ({type(loss_func).__name__}). "
-            + ("loss_func and optimizer are swapped: write " if swapped else "Write ")
-            + "Trainer(model, loss_func=..., optimizer=...)."
+            f"loss_func is the optimizer ({type(loss_func).__name__}). {advice} Trainer(model, loss_func=..., optimizer=...)."
         )
-    if isinstance(loss_func, type):
-        raise ConfigTypeError(f"loss_func={loss_func.__name__} is a class. Pass an instance: {loss_func.__name__}().")
+    _reject_class("loss_func", loss_func, "")
     check_callable("loss_func", loss_func, "a function of (outputs, targets), such as nn.CrossEntropyLoss()", 2)
 
 
 def check_optimizer_type(optimizer: object) -> None:
     """Raise for what cannot be an optimizer. Configurations and units are read elsewhere."""
-    if isinstance(optimizer, type):
-        raise ConfigTypeError(
-            f"optimizer={optimizer.__name__} is a class. Pass an instance: {optimizer.__name__}(model.parameters(), lr=...)."
-        )
+    _reject_class("optimizer", optimizer, "model.parameters(), lr=...")
     if isinstance(optimizer, list | tuple | set):
         kinds = ", ".join(type(item).__name__ for item in optimizer) or "nothing"
         raise ConfigTypeError(
@@ -175,8 +171,7 @@ def check_dataset(name: str, data: object) -> None:
         raise ConfigTypeError(
             f"{name}={data!r} is a path or text. {wanted} For images: torchvision.datasets.ImageFolder({data!r})."
         )
-    if isinstance(data, type):
-        raise ConfigTypeError(f"{name}={data.__name__} is a class. Pass an instance: {data.__name__}(...).")
+    _reject_class(name, data)
     if isinstance(data, dict | tuple) and find_columns(data) is not None:
         return  # tensors with a row for each sample
     if isinstance(data, Mapping) and not isinstance(data, Dataset) and 0 not in data:

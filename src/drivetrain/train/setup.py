@@ -32,17 +32,8 @@ from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import rng_kept
-from drivetrain.train import loaders, resuming
+from drivetrain.train import arguments, loaders, resuming
 from drivetrain.train.accelerator import as_runtime
-from drivetrain.train.arguments import (
-    check_loss_func,
-    check_model,
-    check_optimizer,
-    check_plateau,
-    check_schedule_length,
-    check_scheduler,
-    check_watched_metrics,
-)
 from drivetrain.train.batches import batch_size_of, check_generates, split_batch
 from drivetrain.train.checkpoints import prepare_folder_for
 from drivetrain.train.failures import prepare_recovery
@@ -61,9 +52,9 @@ def prepare_run(
     """Fill the trainer's run, up to the first event. `until_end` is closed when the run has ended."""
     run, state = trainer.run, trainer.state
     settings = run.require_settings()
-    check_model(state.model, state.loss_fn, trains=True)
-    check_loss_func(state.loss_fn, trainer.optimizer)
-    check_optimizer(state, strict=trainer.strict)
+    arguments.check_model(state.model, state.loss_fn, trains=True)
+    arguments.check_loss_func(state.loss_fn, trainer.optimizer)
+    arguments.check_optimizer(state, strict=trainer.strict)
     check_generates(trainer, run.generate)
     prepare_folder_for(settings, run.shared.own_folders, until_end)
     if isinstance(state.model, nn.Module):
@@ -93,7 +84,7 @@ def prepare_run(
         max_num_train_steps=settings.max_num_train_steps,
         gradient_clip_value=settings.gradient_clip_value,
     )
-    check_watched_metrics(trainer.callback_handler, loaders.set_names(run.data.evaluation))
+    arguments.check_watched_metrics(trainer.callback_handler, loaders.set_names(run.data.evaluation))
     limits = run.agreement.limits = settings.limits()
     state.max_duration = limits.duration(config.num_local_update_steps_per_epoch)
     _prepare_scheduler(trainer)
@@ -147,7 +138,7 @@ def prepare_loop(trainer: "Trainer") -> None:
     run.microbatch_size = find_microbatch_size(trainer, settings.microbatch_size)
     run.loss.listens_before_loss = engine.listens(Event.BEFORE_LOSS)
     run.loss.saw_forward = run.loss.saw_loss = False
-    check_schedule_length(trainer.scheduler, run)
+    arguments.check_schedule_length(trainer.scheduler, run)
 
     if data.evaluation is not None:
         _plan_evaluations(run, state)
@@ -213,7 +204,7 @@ def _prepare_scheduler(trainer: "Trainer") -> None:
     if run.shared.scheduler_is_ours:
         trainer.scheduler = None
     if given is not None:
-        check_scheduler(given, trainer.optimizer, run.units)
+        arguments.check_scheduler(given, trainer.optimizer, run.units)
         create: Callable[..., object] = trainer.create_scheduler
         try:  # an override that takes a parameter, as older ones do, gets the optimizer
             scheduler = create(trainer.optimizer) if len(inspect.signature(create).parameters) == 1 else create()
@@ -228,7 +219,7 @@ def _prepare_scheduler(trainer: "Trainer") -> None:
             )
         trainer.scheduler, run.shared.scheduler_is_ours = scheduler, True
     if isinstance(trainer.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        check_plateau(settings.scheduler_metric, loaders.set_names(run.data.evaluation))
+        arguments.check_plateau(settings.scheduler_metric, loaders.set_names(run.data.evaluation))
         settings = run.settings = replace(settings, scheduler_interval="epoch")
     run.schedules_each_step = settings.scheduler_interval == "step"
 
