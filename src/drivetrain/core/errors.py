@@ -6,6 +6,7 @@ code written against the libraries we replace keeps catching what it caught.
 """
 
 import difflib
+import warnings
 from collections.abc import Iterable
 
 
@@ -196,6 +197,11 @@ class NotIntendedUseWarning(DrivetrainWarning):
 
 class DrivetrainDeprecationWarning(DrivetrainWarning, DeprecationWarning):
     """Something is kept for old code only."""
+
+
+def warn(message: str, stacklevel: int = 2) -> None:
+    """Issue a `DrivetrainWarning`. The default shows the line that called the function which warns."""
+    warnings.warn(message, DrivetrainWarning, stacklevel=stacklevel + 1)
 
 
 def nearest_name(name: object, valid: Iterable[str], *, cutoff: float = 0.6) -> str | None:

@@ -6,7 +6,6 @@ The constructor accepts model, loss function and optimizer without checks, becau
 
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from drivetrain.context.context import Context
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_callable, check_flag, check_number, naming
 from drivetrain.core.binding import check_plugin
-from drivetrain.core.errors import BatchOutputError, ConfigError, ConfigTypeError, DrivetrainWarning, did_you_mean
+from drivetrain.core.errors import BatchOutputError, ConfigError, ConfigTypeError, did_you_mean, warn
 from drivetrain.core.event import Event
 from drivetrain.core.lazy import Slot
 from drivetrain.core.time import TimeUnit
@@ -128,7 +127,7 @@ def check_model(model: object, loss_func: object, *, trains: bool = False) -> No
                 "calculate_train_batch_loss of a Trainer subclass."
             )
         message += "The model's forward and the Trainer's loss_func are used."
-        warnings.warn(message, DrivetrainWarning, stacklevel=4)
+        warn(message, stacklevel=4)
 
 
 def check_loss_func(loss_func: object, optimizer: object = None) -> None:
@@ -272,7 +271,7 @@ def check_optimizer(state: State, strict: bool) -> None:
         message = f"{len(missing)} trainable parameters are not in the optimizer and will not change: {shown}"
         if strict:
             raise ConfigError(message + ". Add them, or set requires_grad=False.")
-        warnings.warn(message, DrivetrainWarning, stacklevel=4)
+        warn(message, stacklevel=4)
 
 
 def check_scheduler(given: object, optimizer: object, units: object) -> None:
@@ -312,11 +311,7 @@ def check_schedule_length(scheduler: object, run: "Run") -> None:
             f"NUM_UPDATE_STEPS_PER_EPOCH counts the updates of all {config.num_processes} processes. Use "
             "TrainerPlaceholderValues.PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH."
         )
-    warnings.warn(
-        f"{type(scheduler).__name__} is built for {planned} steps, but this run has {steps}: {effect}. {advice}",
-        DrivetrainWarning,
-        stacklevel=2,
-    )
+    warn(f"{type(scheduler).__name__} is built for {planned} steps, but this run has {steps}: {effect}. {advice}")
 
 
 def _steps_of_schedule(settings: TrainSettings, limits: RunLimits, updates_per_epoch: int | None) -> int | None:
@@ -373,12 +368,10 @@ def warn_of_sample_weights(trainer: "EvaluationLoop", counting: "LossCounting", 
         f"microbatch_size={microbatch_size}": microbatch_size is not None,
         f"{window.world} processes": window.world > 1,
     }
-    warnings.warn(
+    warn(
         f"{' and '.join(name for name, is_used in parts.items() if is_used)}: it is not known what the loss is a mean over, so parts are "
         "weighted by their samples. That is right for a mean over samples. For any other mean pass Trainer(count_items=...), a function of "
-        "the batch or 'labels', or return num_items from the loss hook.",
-        DrivetrainWarning,
-        stacklevel=2,
+        "the batch or 'labels', or return num_items from the loss hook."
     )
 
 

@@ -6,7 +6,6 @@ processes and any accumulation. The global batch does not change, so more proces
 """
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
@@ -22,9 +21,9 @@ from drivetrain.core.errors import (
     BatchSizeError,
     ConfigError,
     ConflictError,
-    DrivetrainWarning,
     PlanInfeasible,
     did_you_mean,
+    warn,
 )
 from drivetrain.core.types import Settings
 from drivetrain.module.accumulation import Count
@@ -376,7 +375,7 @@ class _Request:
         watch_memory(ctx, plan)
         for reason in plan.reasons:
             if NOT_EXACT in reason and is_master():
-                warnings.warn(f"auto_accelerate: {reason}", DrivetrainWarning, stacklevel=2)
+                warn(f"auto_accelerate: {reason}")
         items = dict(ctx.context.items())
         result = AutoAccelerateResult(
             model=ctx.model,

@@ -13,7 +13,6 @@ The choice is made on the first batch and again only when the type of the batch 
 """
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.containers import is_namedtuple, leaves, map_items, same_tuple
-from drivetrain.core.errors import BatchOutputError, ConfigError, ConfigTypeError, DrivetrainWarning
+from drivetrain.core.errors import BatchOutputError, ConfigError, ConfigTypeError, warn
 from drivetrain.module.accumulation import as_factor, share_of
 from drivetrain.module.wrapping import is_fully_sharded, unwrap
 
@@ -176,11 +175,9 @@ def find_form(batch: object, model: object, has_loss_func: bool) -> BatchForm:
         inputs = min(num_inputs(model), len(batch) - 1)
         if len(batch) > inputs + 1:
             given = "first" if inputs == 1 else f"first {inputs}"
-            warnings.warn(
+            warn(
                 f"the batch has {len(batch)} entries; the model gets the {given}, the loss function the next one, and the rest is unused. "
-                "Override calculate_train_batch_loss to use them.",
-                DrivetrainWarning,
-                stacklevel=2,
+                "Override calculate_train_batch_loss to use them."
             )
         return PairForm() if inputs == 1 else SeveralInputsForm(inputs)
     raise ConfigError(

@@ -5,7 +5,6 @@ pytorch-accelerated's, so files travel both ways; it is written under another na
 folder is a checkpoint of `drivetrain.checkpoint`: verified, without pickle, exact.
 """
 
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from drivetrain.context.state import State
-from drivetrain.core.errors import CheckpointError, DrivetrainWarning, NonFiniteStateError
+from drivetrain.core.errors import CheckpointError, NonFiniteStateError, warn
 from drivetrain.core.time import Interval
 from drivetrain.core.types import StateDict
 from drivetrain.module.accumulation import AccumulationWindow
@@ -128,7 +127,7 @@ class CheckpointSchedule:
                 self.good.restore()
                 self._report(f"{error} Rolled back to the state after update {self.good.step}.")
             elif final or self._ignores_nonfinite:
-                warnings.warn(str(error), DrivetrainWarning, stacklevel=2)
+                warn(str(error))
             else:
                 self._agreement.is_reached = True
                 raise
@@ -179,7 +178,7 @@ def save_checkpoint(
     found = nonfinite_state({"model": model, "optimizer": next(iter(optimizers), None)})
     if any(all_gather_values(bool(found))):
         text = f"{path} was not written: {', '.join(found[:5]) or 'a rank'} hold NaN or infinity."
-        warnings.warn(text, DrivetrainWarning, stacklevel=3)
+        warn(text, stacklevel=3)
         return
     content = {"model_state_dict": clean_state_dict(model) if isinstance(model, nn.Module) else model.state_dict()}
     for held in optimizers:
@@ -242,7 +241,7 @@ def save_state(state: State, folder: AnyPath, custom: Mapping[str, object]) -> N
     try:
         _checkpointer(state, dir=folder, keep=1, async_save=False).save(id="state", final=True)
     except NonFiniteStateError as error:
-        warnings.warn(str(error), DrivetrainWarning, stacklevel=3)
+        warn(str(error), stacklevel=3)
 
 
 def load_state(state: State, folder: AnyPath) -> StateDict:

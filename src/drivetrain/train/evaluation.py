@@ -3,7 +3,6 @@
 An evaluation interrupts training and must not affect it: modes, batch, events and random states are restored afterwards.
 """
 
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from drivetrain.context.moving import move_to_device
 from drivetrain.core.containers import leaves, map_items, same_tuple, with_attributes
 from drivetrain.core.engine import Engine
-from drivetrain.core.errors import BatchOutputError, ConfigError, DrivetrainWarning
+from drivetrain.core.errors import BatchOutputError, ConfigError, warn
 from drivetrain.core.event import Event
 from drivetrain.core.time import Clock, TimeUnit
 from drivetrain.module.accumulation import Count
@@ -402,10 +401,8 @@ def _join(parts: list[Any], padding_value: float | None = None, place: str = "th
         return same_tuple(first, items) if isinstance(first, tuple) else type(first)(items)
     if all(part is first or part == first for part in parts[1:]):
         return first
-    warnings.warn(
+    warn(
         f"predict(): {place} (a value of type {type(first).__name__}) differs from batch to batch and cannot be joined, so it is None "
-        "in the result. Override calculate_predict_batch to return what you need as tensors.",
-        DrivetrainWarning,
-        stacklevel=2,
+        "in the result. Override calculate_predict_batch to return what you need as tensors."
     )
     return None

@@ -6,7 +6,6 @@ all ranks. A loader that the user built is used unchanged; what it does not repo
 
 import itertools
 import os
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from drivetrain.context.moving import move_to_device
 from drivetrain.core.arguments import naming
-from drivetrain.core.errors import ConfigError, DrivetrainWarning
+from drivetrain.core.errors import ConfigError, warn
 from drivetrain.core.types import Settings
 from drivetrain.data.columns import find_columns
 from drivetrain.data.loader import SmartDataLoader
@@ -186,20 +185,14 @@ def _splits_itself(loader: DataLoader[object]) -> bool:
 def check_training_loader(loader: Any, dataset: Any, settings: TrainSettings) -> None:
     """Raise for a loader without batches, and warn about one that can be read only once."""
     if isinstance(loader, Iterator) and settings.epochs != 1:
-        warnings.warn(
+        warn(
             f"the training data is a {type(loader).__name__}, which can be read only once: epochs after the first will be empty. Give "
-            "an iterable that can restart, or num_epochs=1.",
-            DrivetrainWarning,
-            stacklevel=2,
+            "an iterable that can restart, or num_epochs=1."
         )
     if length(loader) != 0:
         return
     if loader is dataset or not isinstance(loader, SmartDataLoader):
-        warnings.warn(
-            f"the training loader ({type(loader).__name__}) has no batches: epochs will be empty.",
-            DrivetrainWarning,
-            stacklevel=2,
-        )
+        warn(f"the training loader ({type(loader).__name__}) has no batches: epochs will be empty.")
         return
     size = len(dataset)
     raise ConfigError(

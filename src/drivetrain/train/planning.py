@@ -5,7 +5,6 @@ If ranks share samples (tensor and sequence axes), the loop counts, gathers and 
 transformed before weights are loaded. A second `train()` finds them transformed already and only restores the DDP wrapper.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,10 +19,10 @@ from drivetrain.core.arguments import naming
 from drivetrain.core.errors import (
     ConfigError,
     ConflictError,
-    DrivetrainWarning,
     PlanInfeasible,
     StrategyError,
     UnsupportedMethodError,
+    warn,
 )
 from drivetrain.core.event import Event
 from drivetrain.core.types import Settings
@@ -334,7 +333,7 @@ def search_plan(request: PlanRequest) -> Strategy:
             raise
         return plain_plan(f"{type(error).__name__}: {error}")
     if is_master():
-        warnings.warn(f"strategy='auto': {cause} The plan is still tried.", DrivetrainWarning, stacklevel=2)
+        warn(f"strategy='auto': {cause} The plan is still tried.")
     return replace(plan, failure=None, reasons=(*plan.reasons, f"search: {cause} The plan is still used"))
 
 

@@ -1,7 +1,6 @@
 """How a run starts, is restored, and ends: the state that it fills, and how it handles signals."""
 
 import signal
-import warnings
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from drivetrain.context.context import Context
 from drivetrain.context.state import State
 from drivetrain.core.display import printable
-from drivetrain.core.errors import ConfigError, DrivetrainWarning, ResumeError
+from drivetrain.core.errors import ConfigError, ResumeError, warn
 from drivetrain.core.event import Event
 from drivetrain.core.lazy import Slot
 from drivetrain.core.types import StateDict
@@ -190,11 +189,9 @@ def _add_required_algorithms(find_trainer: "weakref.ref[Trainer]", saved: StateD
     entries = [{**entry, "config": unpack(entry["config"], None)} for entry in entries]
     added = restore_required(entries, state.algorithms)
     for plugin in added:
-        warnings.warn(
+        warn(
             f"the checkpoint adds the algorithm {printable(repr(plugin))}, which this Trainer was not given: the saved model "
-            "cannot be loaded without it. Put it into algorithms=[...] to keep it, or load another checkpoint.",
-            DrivetrainWarning,
-            stacklevel=2,
+            "cannot be loaded without it. Put it into algorithms=[...] to keep it, or load another checkpoint."
         )
     trainer.add_algorithms(added)
     for plugin in added:

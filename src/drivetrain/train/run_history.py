@@ -5,7 +5,6 @@ memory nor a save has a Python object for each value.
 """
 
 import copy
-import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.containers import with_attributes
-from drivetrain.core.errors import DrivetrainWarning, MissingExtra, unknown_name
+from drivetrain.core.errors import MissingExtra, unknown_name, warn
 from drivetrain.core.time import Clock
 from drivetrain.core.types import StateDict
 from drivetrain.record.buffer import PLACES, Arrival, BufferSlot, DeviceBuffer
@@ -348,11 +347,9 @@ class InMemoryRunHistory(RunHistory):
         series = None if folder is None else read_history(folder, reference)
         if series is None or folder is None:
             where = "it was loaded without its folder" if folder is None else f"which is not in {folder}"
-            warnings.warn(
+            warn(
                 f"the checkpoint keeps its history in {reference.name}, {where}: the history is empty, and everything else is restored. "
-                "Copy the file together with its checkpoints.",
-                DrivetrainWarning,
-                stacklevel=2,
+                "Copy the file together with its checkpoints."
             )
             return {}
         counts = {name: (values, len(values)) for name, values in series.items()}

@@ -5,7 +5,6 @@ restore. After FIT_START, when plugins have made their changes, `prepare_loop` d
 """
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,7 +17,7 @@ from torch import nn
 from drivetrain.context.state import State
 from drivetrain.core.arguments import naming
 from drivetrain.core.engine import Engine
-from drivetrain.core.errors import ConfigError, ConfigTypeError, DeviceError, DrivetrainWarning
+from drivetrain.core.errors import ConfigError, ConfigTypeError, DeviceError, warn
 from drivetrain.core.event import Event
 from drivetrain.core.time import Interval
 from drivetrain.core.types import Settings
@@ -277,10 +276,9 @@ def check_eval_loader(loader: object) -> None:
         return
     if loaders.length(loader) == 0:
         raise ValueError("the evaluation loader has no batches on this process. Use a smaller batch size.")
-    warnings.warn(
+    warn(
         f"the evaluation loader ({type(loader).__name__}) was built by the user and is not split over the "
         f"{num_data_ranks()} data ranks: each evaluates all of it.",
-        DrivetrainWarning,
         stacklevel=3,
     )
 
