@@ -391,10 +391,7 @@ def check_loss(loss: Tensor, trainer: "EvaluationLoop") -> None:
 
 
 def check_watched_metrics(callbacks: Iterable[object], eval_sets: Sequence[str] | None) -> None:
-    """Raise for callbacks that watch an evaluation metric that will never be recorded.
-
-    `eval_sets` are the names of the evaluation sets: none for a single one, and None without an evaluation.
-    """
+    """Raise for callbacks that watch an evaluation metric that will never be recorded. `eval_sets` is None without an evaluation."""
     for callback in callbacks:
         metric = getattr(callback, "watch_metric", None)
         is_compared = getattr(callback, "evaluate_during_training", True)  # else an average is only saved

@@ -296,17 +296,13 @@ class _Request:
         options, unwanted = self.options, frozenset(excluded or ())
         if options.find_unused_parameters:
             unwanted |= {"fsdp", "zero2"}  # it is a setting of DDP
+        shared = ("numerics", "memory_budget", "plan_only", "spec", "strict", "allow_batch_rounding")
         return SearchConstraints(
             time_limit=120.0 if options.time_limit is None else options.time_limit,
-            numerics=options.numerics,
-            memory_budget=options.memory_budget,
             excluded=unwanted,
             included=tuple(included or ()),
             start=start,
-            plan_only=options.plan_only,
-            spec=options.spec,
-            strict=options.strict,
-            allow_batch_rounding=options.allow_batch_rounding,
+            **{name: getattr(options, name) for name in shared},
         )
 
     def search(self, constraints: SearchConstraints) -> Outcome:

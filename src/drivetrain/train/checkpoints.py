@@ -35,10 +35,9 @@ RESERVED = ("model_state_dict", "optimizer_state_dict", "scheduler_state_dict")
 
 
 def prepare_folder_for(settings: TrainSettings, own_folders: set[Path], until_end: ExitStack) -> None:
-    """Test and lock the checkpoint folder before a run begins; checkpoints of another run are an error unless the run resumes from them.
+    """Test the checkpoint folder and lock it until the run has ended.
 
-    `own_folders` are those that earlier runs of the same Trainer have written to, and that its later runs may write to again. `until_end`
-    is closed when the run has ended, and releases the lock.
+    Checkpoints of another run are an error unless this one resumes from them, or an earlier run of the same Trainer wrote them.
     """
     if settings.checkpoint_dir is None:
         return
@@ -245,10 +244,7 @@ def save_state(state: State, folder: AnyPath, custom: Mapping[str, object]) -> N
 
 
 def load_state(state: State, folder: AnyPath) -> StateDict:
-    """Restore from a folder what already exists (model, optimizer, counters), and return its entries.
-
-    Loader and scheduler are made by `train()`, which restores them then, from the same folder.
-    """
+    """Restore model, optimizer and counters from a folder, and return its entries; `train()` restores the rest when it exists."""
     from drivetrain.checkpoint.reader import find_checkpoint_path
     from drivetrain.checkpoint.snapshot import reading_from
     from drivetrain.checkpoint.store import load_checkpoint as read

@@ -58,10 +58,7 @@ class _Memory:
 
 
 class WindowRepeat:
-    """Stores the batches of a window, steps the optimizer with a closure, and is that closure.
-
-    It lives on the State, which saves it. The loop is passed to each call and not kept.
-    """
+    """Stores the batches of a window, steps the optimizer with a closure, and is that closure. The State saves it."""
 
     def __init__(self, device: torch.device):
         self._device = device

@@ -261,10 +261,7 @@ class EvaluationLoop(TrainerHooks):
     def _record_means(
         self, prefix: str, is_intermediate: bool = False, metrics: Mapping[str, object] | None = None
     ) -> None:
-        """Record metrics and what `log()` has collected since the last time.
-
-        Plugins may call `log()` when an epoch ends, after its means were recorded: that belongs to the same epoch.
-        """
+        """Record metrics and what `log()` has collected since the last time; plugins may call it when the epoch has ended."""
         logged = self.run.measures.logged
         values = {**(metrics or {}), **reduce_means(logged)}
         logged.clear()
@@ -380,10 +377,7 @@ def _with_rows(value: object, device: torch.device) -> object:
 
 
 def _join(parts: list[Any], padding_value: float | None = None, place: str = "the output") -> Any:
-    """Join the outputs of all batches along their first dimension; what has none and differs is named, not dropped silently.
-
-    Rows of different shapes become a list with one tensor for each sample, or are padded.
-    """
+    """Join the outputs of all batches along their first dimension. Rows of different shapes become a list, or are padded."""
     first = parts[0]
     if isinstance(first, Tensor | _Rows):
         if all(isinstance(part, Tensor) and part.shape[1:] == parts[0].shape[1:] for part in parts):

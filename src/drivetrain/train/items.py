@@ -143,10 +143,7 @@ WHOLE = Part()
 def items_of(
     output: BatchOutput, info: BatchInfo | KnownBatch | None, world: int, is_split: bool
 ) -> tuple[Count, Count | None]:
-    """Return how many items a loss is a mean over, on this rank and on all ranks; None if only a reduction can tell.
-
-    `info` is what the loader knows of the batch.
-    """
+    """Return how many items a loss is a mean over, on this rank and on all ranks; None if only a reduction can tell."""
     items, is_alone = output.get("num_items"), world == 1
     is_empty = info is not None and info.size == 0  # a stand-in for a rank that has no samples left
     if items is not None:

@@ -268,11 +268,7 @@ def apply_restored_rng(run: Run) -> None:
 
 
 def _reseed_rank(seed: int | None) -> None:
-    """Give every data rank but the first its own random numbers, so that dropout masks differ; weights are already equal.
-
-    Ranks that share samples draw the same, because what they compute together is one function. Rank 0 goes on with its own numbers, and
-    those who share its samples go on with them too.
-    """
+    """Give every data rank but the first its own random numbers, so that dropout masks differ. Ranks that share samples draw the same."""
     is_shared = num_data_ranks() != get_num_processes()
     base, first, numbers = broadcast_from_master(
         (torch.initial_seed() if seed is None else seed, data_rank(), capture_rng() if is_shared else None)

@@ -327,9 +327,7 @@ class InMemoryRunHistory(RunHistory):
     # ------------------------------------------------------------------ the file next to the checkpoints
 
     def prepare_side_file(self, folder: Path) -> tuple[Reference, Callable[[], None]]:
-        """Return the reference for a checkpoint in this folder, and a function that writes the values before the checkpoint
-        becomes valid.
-        """
+        """Return the reference for a checkpoint in this folder, and what must write the values before that becomes valid."""
         self._read(wait=True)
         file = self._files.setdefault(folder.absolute(), HistoryFile(folder.absolute()))
         return file.prepare(self._series), file.commit

@@ -448,10 +448,9 @@ RunNumber = int | float | TrainerPlaceholderValues | PlaceholderExpression
 
 
 def replace_trainer_placeholder_values(trainer: "TrainerHooks", instance: object) -> Any:
-    """Return a `functools.partial` with every placeholder in its arguments replaced. Other values are returned unchanged.
+    """Return a `functools.partial` with every placeholder in its arguments replaced, also in nested containers and partials.
 
-    Placeholders are found in positional and keyword arguments, in lists, tuples and dicts among them, and in nested
-    partials.
+    Other values are returned unchanged.
     """
     return _replace(trainer, instance) if isinstance(instance, partial) else instance
 
