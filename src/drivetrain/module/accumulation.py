@@ -17,8 +17,7 @@ from torch import Tensor
 from drivetrain.module.distributed_tensors import local_part
 
 Count = int | float | Tensor
-_LEAST = 1e-20
-"""Stands for no items at all, where gradients are zero: nothing is divided by zero."""
+_LEAST = 1e-20  # in place of no items at all, where gradients are zero: nothing is divided by zero
 
 
 class AccumulationWindow:
@@ -91,11 +90,6 @@ class AccumulationWindow:
         self.items = items if not isinstance(self.items, Tensor) and self.items == 0 else self.items + items
         if self.everywhere is not None:
             self.everywhere = None if items_everywhere is None else self.everywhere + items_everywhere
-
-    @property
-    def needs_total(self) -> bool:
-        """Whether the items must be summed over ranks before the window closes."""
-        return self.everywhere is None and not self.is_sum
 
     def correction(self, total: Count | None = None) -> Count | None:
         """Return c for the closing window, or None if it is exactly one. `total` is N if a reduction computed it."""

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from drivetrain.core.errors import ConfigError, ConfigTypeError
-from drivetrain.module.wrapping import GeneratedClass, subclass_of, written_class
+from drivetrain.module.wrapping import GeneratedClass, add_mixin, written_class
 
 ATTRIBUTE = "attention_bias"
 """Under which name an attention layer holds its bias."""
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class AttentionBias(nn.Module):
@@ -97,11 +98,7 @@ def unused_biases(model: nn.Module) -> list[str]:
 
 def _adapter_of(module: nn.Module) -> AttentionAdapter | None:
     cls = written_class(module)
-    for base in cls.__mro__:
-        adapter = _by_class.get(base)
-        if adapter is not None:
-            return adapter
-    return _by_class.get(cls.__name__)
+    return next((_by_class[key] for key in (*cls.__mro__, cls.__name__) if key in _by_class), None)
 
 
 def _name(cls: type | str) -> str:
@@ -131,38 +128,39 @@ def combine(bias: Tensor, mask: Tensor | None, is_causal: bool = False) -> Tenso
 # ------------------------------------------------------------------------------------ calls of F.scaled_dot_product_attention
 
 
-class _BiasMode(TorchFunctionMode):
-    """Adds a bias to every call of scaled dot-product attention."""
+class AttentionCalls(TorchFunctionMode):
+    """Passes every call of scaled dot-product attention to a function, with its arguments by name."""
 
-    def __init__(self, bias: AttentionBias):
+    def __init__(self, attend: Callable[[dict[str, Any]], Tensor]):
         super().__init__()
-        self.bias = bias
+        self.attend = attend
 
-    def __torch_function__(self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None) -> object:
-        kwargs = dict(kwargs or {})
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: Any = None
+    ) -> object:
         if func is F.scaled_dot_product_attention:
-            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-            call = {**dict(zip(names, args)), **kwargs}
-            query, key = call["query"], call["key"]
-            bias = self.bias(query.shape[-2], key.shape[-2], query.dtype).expand(-1, -1, query.shape[-2], key.shape[-2])
-            call["attn_mask"] = combine(bias, call.get("attn_mask"), call.pop("is_causal", False))
-            return func(**call)
-        return func(*args, **kwargs)
+            return self.attend({**dict(zip(_ARGUMENTS, args)), **(kwargs or {})})
+        return func(*args, **(kwargs or {}))
 
 
 class Intercepted(GeneratedClass):
     """Makes a layer's calls of scaled dot-product attention use its bias."""
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        with _BiasMode(getattr(self, ATTRIBUTE)):
+        with AttentionCalls(self._attend_with_bias):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    def _attend_with_bias(self, call: dict[str, Any]) -> Tensor:
+        query, queries, keys = call["query"], call["query"].shape[-2], call["key"].shape[-2]
+        bias = getattr(self, ATTRIBUTE)(queries, keys, query.dtype).expand(-1, -1, queries, keys)
+        call["attn_mask"] = combine(bias, call.get("attn_mask"), call.pop("is_causal", False))
+        return F.scaled_dot_product_attention(**call)
 
 
 def intercept_attention_calls(module: nn.Module, bias: AttentionBias) -> None:
     """Give a layer a bias that its calls of `F.scaled_dot_product_attention` use."""
     setattr(module, ATTRIBUTE, bias)
-    if not isinstance(module, Intercepted):
-        module.__class__ = subclass_of(type(module), Intercepted)
+    add_mixin(module, Intercepted)
 
 
 # ------------------------------------------------------------------------------------ torch's own multi-head attention
@@ -185,18 +183,14 @@ class BiasedMultihead(GeneratedClass):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> object:
-        length_dim, batch_dim = (1, 0) if self.batch_first else (0, 1)
-        if query.ndim == 2:
-            length_dim, rows = 0, 1
-        else:
-            rows = query.shape[batch_dim]
+        is_batched = query.ndim == 3
+        length_dim = 1 if is_batched and self.batch_first else 0
+        rows = query.shape[1 - length_dim] if is_batched else 1
         queries, keys = query.shape[length_dim], key.shape[length_dim]
         bias = getattr(self, ATTRIBUTE)(queries, keys, query.dtype).expand(rows, self.num_heads, queries, keys)
-        bias = bias.reshape(-1, queries, keys)
-        mask = (
-            ~attn_mask if attn_mask is not None and attn_mask.dtype is torch.bool else attn_mask
-        )  # here True means "ignore"
-        combined = combine(bias, mask, is_causal and attn_mask is None)
+        # In a mask of torch's multi-head attention True means "ignore".
+        mask = ~attn_mask if attn_mask is not None and attn_mask.dtype is torch.bool else attn_mask
+        combined = combine(bias.reshape(-1, queries, keys), mask, is_causal and attn_mask is None)
         if key_padding_mask is not None and key_padding_mask.dtype is torch.bool:
             zeros = torch.zeros(key_padding_mask.shape, dtype=query.dtype, device=query.device)
             key_padding_mask = zeros.masked_fill(key_padding_mask, float("-inf"))
@@ -208,8 +202,7 @@ class BiasedMultihead(GeneratedClass):
 def bias_multihead(module: nn.Module, bias: AttentionBias) -> None:
     """Give torch's multi-head attention a bias."""
     setattr(module, ATTRIBUTE, bias)
-    if not isinstance(module, BiasedMultihead):
-        module.__class__ = subclass_of(type(module), BiasedMultihead)
+    add_mixin(module, BiasedMultihead)
 
 
 def leave_fast_path(model: nn.Module) -> None:

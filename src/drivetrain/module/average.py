@@ -11,7 +11,6 @@ flattened recurrent weights and sharded parameters rely on. It costs three copie
 import operator
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -50,21 +49,24 @@ class AveragedWeights:
         if state is not None:
             self.load_state_dict(state)
 
-    def update_lerp(self, model: nn.Module, weight: float) -> None:
-        """Move the shadow towards the model: shadow += weight * (model - shadow)."""
-        self._update(model, weight)
-
     def update_mean(self, model: nn.Module) -> None:
         """Add the model to an equal-weight mean. The first call replaces the copy made at the start."""
-        self._update(model, 1.0 / (self.num_updates + 1))
+        self.update_lerp(model, 1.0 / (self.num_updates + 1))
 
     @torch.no_grad()
-    def _update(self, model: nn.Module, weight: float) -> None:
+    def update_lerp(self, model: nn.Module, weight: float) -> None:
+        """Move the shadow towards the model: shadow += weight * (model - shadow)."""
         if self.is_swapped:
             raise StateError("the model holds the averaged weights now; call swap(model) before updating the average.")
-        plan = self._plan_for(model)
+        view = self._view_of(model)
+        plan = self._plan
+        if plan is None or not plan.still_holds(view.tensors()):
+            live = view.named()
+            self._fit_to(live)
+            plan = self._plan = _Plan(live, self._shadow)
         for averages, values in plan.groups:
-            torch._foreach_lerp_(averages, plan.localised(values), weight)
+            local = [local_part(value) for value in values] if plan.has_shards else values
+            torch._foreach_lerp_(averages, local, weight)
         for average, value in plan.singles:
             # One by one, so that only one converted or moved copy exists at a time.
             average.lerp_(local_part(value).to(average), weight)
@@ -160,15 +162,6 @@ class AveragedWeights:
             elif is_dtensor(tensor) is not is_dtensor(shadow):
                 self._shadow[name] = fit_tensor(shadow, tensor)
 
-    def _plan_for(self, model: nn.Module) -> "_Plan":
-        """Return how to update from the model, made again when its tensors are not the ones seen last."""
-        view = self._view_of(model)
-        if self._plan is None or not self._plan.still_holds(view.tensors()):
-            live = view.named()
-            self._fit_to(live)
-            self._plan = _Plan.make(live, self._shadow)
-        return self._plan
-
 
 class _View:
     """Where a model keeps its parameters and persistent buffers, so that reading them all costs little."""
@@ -182,13 +175,13 @@ class _View:
         seen: set[int] = set()
         for path, module in root.named_modules():
             prefix = clean_key(root, path)
-            persistent = {key: value for key, value in module._buffers.items() if key not in _not_saved(module)}
-            for home, entries in ((module._parameters, module._parameters), (module._buffers, persistent)):
-                for key, tensor in entries.items():
-                    if tensor is not None and id(tensor) not in seen:  # tied tensors are averaged once
-                        seen.add(id(tensor))
-                        self.names.append(f"{prefix}.{key}" if prefix else key)
-                        self.places.append((home, key))
+            for home in (module._parameters, module._buffers):
+                for key, tensor in home.items():
+                    if tensor is None or id(tensor) in seen or key in module._non_persistent_buffers_set:
+                        continue
+                    seen.add(id(tensor))  # tied tensors are averaged once
+                    self.names.append(f"{prefix}.{key}" if prefix else key)
+                    self.places.append((home, key))
 
     def shows(self, root: nn.Module) -> bool:
         """Return whether this is a view of that model, and of the model as it is: sharding may have come since."""
@@ -206,37 +199,30 @@ class _View:
         return dict(zip(self.names, self.tensors()))
 
 
-@dataclass
 class _Plan:
     """The tensors of an update, sorted by how they are treated."""
 
-    live: list[Tensor]
-    frozen: list[Tensor] = field(default_factory=list)
-    groups: list[tuple[list[Tensor], list[Tensor]]] = field(default_factory=list)  # one device and type each
-    singles: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of another type or device than their average
-    counters: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    has_shards: bool = False
-
-    @classmethod
-    def make(cls, live: dict[str, Tensor], shadow: Mapping[str, Tensor]) -> Self:
-        plan = cls(live=list(live.values()))
+    def __init__(self, live: Mapping[str, Tensor], shadow: Mapping[str, Tensor]):
+        self.live = list(live.values())
+        self.frozen = [tensor for name, tensor in live.items() if name not in shadow]
+        self.singles: list[tuple[Tensor, Tensor]] = []  # of another type or device than their average
+        self.counters: list[tuple[Tensor, Tensor]] = []
+        self.has_shards = False
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for name, tensor in live.items():
             if name not in shadow:
-                plan.frozen.append(tensor)
                 continue
             average, value = local_part(shadow[name]), local_part(tensor)
-            plan.has_shards |= value is not tensor
+            self.has_shards |= value is not tensor
             if not average.is_floating_point():
-                plan.counters.append((average, tensor))
+                self.counters.append((average, tensor))
             elif (average.device, average.dtype) != (value.device, value.dtype):
-                plan.singles.append((average, tensor))
+                self.singles.append((average, tensor))
             else:
                 averages, values = groups.setdefault((average.device, average.dtype), ([], []))
                 averages.append(average)
                 values.append(tensor)
-        plan.groups = list(groups.values())
-        return plan
+        self.groups = list(groups.values())  # one device and type each
 
     def still_holds(self, live: list[Tensor]) -> bool:
         """Return whether these are the same tensors where they were, and nothing has been unfrozen."""
@@ -245,13 +231,6 @@ class _Plan:
             and all(values[0].device == averages[0].device for averages, values in self.groups)
             and not any(tensor.requires_grad for tensor in self.frozen)
         )
-
-    def localised(self, values: list[Tensor]) -> list[Tensor]:
-        return [local_part(value) for value in values] if self.has_shards else values
-
-
-def _not_saved(module: nn.Module) -> set[str]:
-    return module._non_persistent_buffers_set
 
 
 def _is_averaged(tensor: Tensor) -> bool:
@@ -269,10 +248,10 @@ def _chunks(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, T
     chunk: list[tuple[Tensor, Tensor]] = []
     size = 0
     for pair in pairs:
-        size += pair[0].numel() * pair[0].element_size()
+        size += pair[0].nbytes
         if chunk and size > _SWAP_BYTES:
             yield chunk
-            chunk, size = [], pair[0].numel() * pair[0].element_size()
+            chunk, size = [], pair[0].nbytes
         chunk.append(pair)
     if chunk:
         yield chunk

@@ -22,7 +22,7 @@ from drivetrain.module.families import (
     num_matrices,
     runs_one_after_another,
 )
-from drivetrain.module.wrapping import unwrap, written_class
+from drivetrain.module.wrapping import parameter_places, unwrap, written_class
 
 _GO_DOWN_SHARE = 0.25  # a member with more of the model than this is opened if it consists of blocks
 _MIN_COVERAGE = 0.5  # families (or, inside a member, its families) must hold at least this much
@@ -129,22 +129,12 @@ class _Sizes:
 
     def __init__(self, root: nn.Module):
         self.total = sum(parameter.numel() for parameter in root.parameters())
-        self.holders: dict[int, int] = {}  # how often a parameter is registered in the whole model
-        for module in root.modules():
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    self.holders[id(parameter)] = self.holders.get(id(parameter), 0) + 1
+        self.places = parameter_places(root)
 
     def own(self, module: nn.Module) -> int:
         """Return the elements of the parameters that are registered nowhere but inside this module."""
-        inside: dict[int, int] = {}
-        elements: dict[int, int] = {}
-        for child in module.modules():
-            for parameter in child._parameters.values():
-                if parameter is not None:
-                    inside[id(parameter)] = inside.get(id(parameter), 0) + 1
-                    elements[id(parameter)] = parameter.numel()
-        return sum(size for key, size in elements.items() if inside[key] == self.holders[key])
+        inside = parameter_places(module)
+        return sum(p.numel() for p, held in inside.items() if len(held) == len(self.places[p]))
 
     def of(self, modules: Iterable[nn.Module]) -> int:
         return sum(self.own(module) for module in modules)

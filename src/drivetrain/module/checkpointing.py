@@ -6,7 +6,7 @@ convolutions and attention; `offload` keeps the inputs in host memory.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Literal
@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.module.blocks import repeated_blocks, select_modules
-from drivetrain.module.wrapping import GeneratedClass, subclass_of, written_class
+from drivetrain.module.probing import attributes_set
+from drivetrain.module.wrapping import GeneratedClass, add_mixin, written_class
 
 Mode = Literal["full", "selective", "offload"]
 _MODES = ("full", "selective", "offload")
@@ -46,7 +47,8 @@ class Checkpointed(GeneratedClass):
         if self._checkpoint_mode == "selective":
             return checkpoint(run, *args, use_reentrant=False, context_fn=_selective_contexts, **kwargs)
         if self._checkpoint_mode == "offload":
-            with torch.autograd.graph.save_on_cpu(pin_memory=_is_on_cuda(args, kwargs)):
+            is_on_cuda = any(isinstance(value, Tensor) and value.is_cuda for value in (*args, *kwargs.values()))
+            with torch.autograd.graph.save_on_cpu(pin_memory=is_on_cuda):
                 return checkpoint(run, *args, use_reentrant=False, **kwargs)
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
@@ -67,14 +69,9 @@ class _CountedOnce:
         if self.is_first:
             self.is_first = False
             return self.run(*args, **kwargs)
-        kept = [(norm, norm.momentum, norm.num_batches_tracked) for norm in self.norms]
-        for norm in self.norms:
-            norm.momentum, norm.num_batches_tracked = 0.0, None
-        try:
+        frozen = {"momentum": 0.0, "num_batches_tracked": None}
+        with attributes_set((norm, name, value) for norm in self.norms for name, value in frozen.items()):
             return self.run(*args, **kwargs)
-        finally:
-            for norm, momentum, count in kept:
-                norm.momentum, norm.num_batches_tracked = momentum, count
 
 
 def checkpoint_blocks(
@@ -102,31 +99,17 @@ def checkpoint_blocks(
         found = repeated_blocks(model) or select_modules(model, "auto")
         found = [(name, module) for name, module in found if name]  # the model itself is not a block
     else:
-        found = _outermost(select_modules(model, blocks, where="checkpoint_blocks"))
+        found = select_modules(model, blocks, where="checkpoint_blocks")
+        # One recomputation inside another costs twice and saves nothing.
+        inside = {child for _, module in found for child in module.modules() if child is not module}
+        found = [(name, module) for name, module in found if module not in inside]
     chosen = found[::every][:max_modules]
     for _, block in chosen:
-        block.__dict__["_checkpoint_mode"] = mode
-        block.__dict__["_checkpoint_reentrant"] = reentrant
-        block.__dict__["_cache_positions"] = _cache_positions(block)
-        if not isinstance(block, Checkpointed):
-            block.__class__ = subclass_of(type(block), Checkpointed)
+        # The places of remembered keys and values among the positional arguments.
+        names = list(inspect.signature(written_class(block).forward).parameters)[1:]
+        caches = tuple(index for index, name in enumerate(names) if name in _CACHE_ARGUMENTS)
+        add_mixin(block, Checkpointed, _checkpoint_mode=mode, _checkpoint_reentrant=reentrant, _cache_positions=caches)
     return [name for name, _ in chosen]
-
-
-def _cache_positions(block: nn.Module) -> tuple[int, ...]:
-    """Return the places of remembered keys and values among the positional arguments of a block's forward."""
-    names = list(inspect.signature(written_class(block).forward).parameters)[1:]
-    return tuple(index for index, name in enumerate(names) if name in _CACHE_ARGUMENTS)
-
-
-def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Leave out modules inside others: one recomputation inside another costs twice and saves nothing."""
-    inside = {child for _, module in found for child in module.modules() if child is not module}
-    return [(name, module) for name, module in found if module not in inside]
-
-
-def _is_on_cuda(args: tuple, kwargs: Mapping[str, object]) -> bool:
-    return any(isinstance(value, Tensor) and value.is_cuda for value in (*args, *kwargs.values()))
 
 
 def _selective_contexts() -> "tuple[AbstractContextManager[object], AbstractContextManager[object]]":
@@ -146,11 +129,7 @@ def _recomputing(mode: type) -> type:
 
     class Recomputing(mode):
         def __torch_dispatch__(
-            self,
-            func: Callable[..., object],
-            types: object,
-            args: tuple[object, ...] = (),
-            kwargs: dict[str, object] | None = None,
+            self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: Any = None
         ) -> object:
             if not _may_be_kept(_name_of(func)):
                 return func(*args, **(kwargs or {}))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from drivetrain.core.errors import DrivetrainWarning, UnsupportedMethodError
 from drivetrain.module.chunked_loss import SoftmaxStep, linear_cross_entropy, loss_and_logit_gradients
 from drivetrain.module.probing import call_on_fake_tensors
-from drivetrain.module.wrapping import GeneratedClass, subclass_of
+from drivetrain.module.wrapping import GeneratedClass, add_mixin
 
 _CASTS = ("float", "double", "to", "type_as", "contiguous", "clone")
 _RESHAPES = ("flatten", "view", "reshape", "unflatten", "squeeze", "unsqueeze")
@@ -40,8 +40,7 @@ class DeferredHead(GeneratedClass):
 
 def defer_head(head: nn.Linear, source: "DeferredSource | None" = None) -> None:
     """Make a linear layer return its input in training, in place; with a `source`, an object that represents its output."""
-    head.__dict__["_deferred"] = source
-    head.__class__ = subclass_of(type(head), DeferredHead)  # type: ignore[assignment]
+    add_mixin(head, DeferredHead, _deferred=source)
 
 
 class DeferredLogits:

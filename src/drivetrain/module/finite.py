@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from drivetrain.core.arguments import check_choice, check_count
 from drivetrain.module.distributed_tensors import local_part
 from drivetrain.runtime.device import AsyncReadback
+from drivetrain.runtime.ranks import is_distributed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -76,10 +77,8 @@ def nonfinite_flag(tensors: Sequence[Tensor]) -> Tensor:
 
 def on_any_rank(flags: Tensor, group: "ProcessGroup | None" = None) -> Tensor:
     """Set flags on all ranks where they are set on any, in place; nothing without a process group."""
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    if is_distributed():
+        torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=group)
     return flags
 
 
@@ -105,9 +104,7 @@ def nonfinite_names(named: Iterable[tuple[str, Tensor]], only_nan: bool = False)
         norms = torch.stack(torch._foreach_norm([tensor for _, tensor in members], 2, wide))
         for (name, tensor), is_finite in zip(members, torch.isfinite(norms).tolist()):  # the host waits here
             # A norm of finite numbers may overflow, so the tensor itself decides.
-            if not is_finite and bool(
-                torch.isnan(tensor).any() if only_nan else torch.isfinite(tensor).logical_not().any()
-            ):
+            if not is_finite and (torch.isnan(tensor) if only_nan else ~torch.isfinite(tensor)).any():
                 found.append(name)
     return found
 
@@ -121,18 +118,16 @@ def nonfinite_state(items: Mapping[str, object]) -> list[str]:
     buffers: list[tuple[str, Tensor]] = []
     for name, item in _flat(items):
         if isinstance(item, nn.Module):
-            strict.extend((f"{name}.{key}", p) for key, p in item.named_parameters() if p.requires_grad)
-            buffers.extend((f"{name}.{key}", buffer) for key, buffer in item.named_buffers())
+            strict += [(f"{name}.{key}", p) for key, p in item.named_parameters() if p.requires_grad]
+            buffers += [(f"{name}.{key}", buffer) for key, buffer in item.named_buffers()]
         elif isinstance(getattr(item, "param_groups", None), list) and isinstance(
             getattr(item, "state", None), Mapping
         ):
             for index, (parameter, kept) in enumerate(item.state.items()):
                 if isinstance(parameter, Tensor) and isinstance(kept, Mapping):
-                    strict.extend(
-                        (f"{name}.{index}.{key}", value)
-                        for key, value in kept.items()
-                        if isinstance(value, Tensor) and value.shape == parameter.shape
-                    )
+                    tensors = {key: value for key, value in kept.items() if isinstance(value, Tensor)}
+                    alike = {key: value for key, value in tensors.items() if value.shape == parameter.shape}
+                    strict += [(f"{name}.{index}.{key}", value) for key, value in alike.items()]
     return nonfinite_names(strict) + nonfinite_names(buffers, only_nan=True)
 
 
@@ -167,8 +162,7 @@ class StepGuard:
         self.to_pass_over = 0
         """Batches that the loop still has to pass over after a rollback."""
         self.is_immediate = True
-        """Whether an update that is admitted is done with: its verdict was read at once, or nothing is tested, so there is nothing
-        to `close`."""
+        """Whether an admitted update needs no `close`: its verdict was read at once, or nothing is tested."""
         self.has_statistics = False
         """Whether the model keeps running statistics, so that there is something to `open` an update for."""
         self.verdict = 0
@@ -176,8 +170,7 @@ class StepGuard:
         self._late = AsyncReadback()
         self._rejected: Tensor | bool = False
         self._optimizer: Any = None
-        self._is_exchanged = self._is_large = self._is_judged_elsewhere = self._is_quick = False
-        self._flagged = False
+        self._is_exchanged = self._is_large = self._is_judged_elsewhere = self._is_quick = self._flagged = False
         self._found, self._unscaled = torch.zeros(()), torch.ones(())  # for the test on a CPU, made once
         self._statistics: list[Tensor] = []
         self._copies: deque[list[Tensor]] = deque(maxlen=3)
@@ -227,8 +220,7 @@ class StepGuard:
             self._rejected = torch.maximum(_number(self._rejected, flag), _number(flag, self._rejected))
 
     def admits(self, norm: Tensor | None = None, loss: Tensor | None = None) -> bool:
-        """Test the gradients, or their norm if it is known, and a loss that was not marked. Return whether the optimizer should
-        step.
+        """Return whether the optimizer should step. Tests the gradients, or their norm if it is known, and a loss that was not marked.
 
         A fused optimizer on an accelerator always steps: it finds the flag on itself until `close`.
         """
@@ -289,7 +281,11 @@ class StepGuard:
             del self._optimizer.found_inf
             self._flagged = False
         if judged is not None:
-            self._note(judged)
+            flags = [flag.reshape(()) for flag in judged if isinstance(flag, Tensor)]
+            if flags:
+                self._late.push(torch.stack(flags).max())
+            else:
+                self._decide(int(any(judged)) * NONFINITE)
         for _, verdict in self._late.overdue():
             self._count(int(verdict), self._copies[0] if self._copies else None)
         self._rejected = False
@@ -326,14 +322,6 @@ class StepGuard:
     def _decide(self, verdict: int) -> bool:
         self._count(verdict, self._copies[-1] if self._copies else None)
         return not verdict
-
-    def _note(self, judged: Sequence[Tensor | bool]) -> None:
-        """Take over what others have left out."""
-        flags = [flag for flag in judged if isinstance(flag, Tensor)]
-        if flags:
-            self._late.push(torch.stack([flag.reshape(()) for flag in flags]).max())
-        else:
-            self._decide(int(any(judged)) * NONFINITE)
 
     def _count(self, verdict: int, statistics: list[Tensor] | None) -> None:
         if not verdict:

@@ -41,10 +41,9 @@ class GradientSync:
         self.bare = inner
         modules = list(model.modules())
         self.parameters = list(model.parameters())
-        self.is_sharded = any(is_fully_sharded(m) for m in modules)
-        self.unsupported = next(
-            (type(m).__name__ for m in modules if inner_attribute(m) == "_fsdp_wrapped_module"), None
-        )
+        self.is_sharded = any(map(is_fully_sharded, modules))
+        old = [type(module).__name__ for module in modules if inner_attribute(module) == "_fsdp_wrapped_module"]
+        self.unsupported = old[0] if old else None
         """The name of a wrapper that does not support gradients of parts of the model."""
 
     @property
@@ -58,10 +57,7 @@ class GradientSync:
 
     def group(self) -> "dist.ProcessGroup | None":
         """Return the processes that see different data, None for the default group."""
-        if self.ddp is not None:
-            group: dist.ProcessGroup = self.ddp.process_group
-            return group
-        return data_group()
+        return data_group() if self.ddp is None else self.ddp.process_group
 
     def world(self, distributed: bool) -> int:
         """Return the number of processes over which gradients are averaged."""
@@ -93,13 +89,16 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: Group) -> None:
         return
     world = dist.get_world_size(group)
     flags = torch.tensor([p.grad is not None for p in trained], dtype=torch.float32, device=trained[0].device)
-    on_the_way = [(bucket, *_send(bucket, world, group)) for bucket in _buckets(trained)]
+    sent = []
+    for bucket in _buckets(trained):
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(world)
+        sent.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
     some_missing = any(p.grad is None for p in trained)
     work = dist.all_reduce(flags, group=group, async_op=True)
-    for bucket, flat, sending in on_the_way:
+    for bucket, flat, sending in sent:
         sending.wait()
-        parts = flat.split([p.numel() for p in bucket])
-        for p, part in zip(bucket, parts):
+        for p, part in zip(bucket, flat.split([p.numel() for p in bucket])):
             if p.grad is None:
                 p.grad = part.view_as(p).clone()
             else:
@@ -157,9 +156,3 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
         size += p.numel() * p.element_size()
     if bucket:
         yield bucket
-
-
-def _send(bucket: list[nn.Parameter], world: int, group: Group) -> tuple[Tensor, dist.Work]:
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-    flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(world)
-    return flat, dist.all_reduce(flat, group=group, async_op=True)

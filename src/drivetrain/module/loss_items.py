@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from drivetrain.module.accumulation import Count
-from drivetrain.module.probing import buffers_copied
+from drivetrain.module.probing import buffers_copied, tensors_in
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 
 Kind = Literal["samples", "labels", "elements", "sum", "unknown"]
@@ -41,6 +41,9 @@ _PER_SAMPLE = (
     F.triplet_margin_loss, F.triplet_margin_with_distance_loss,
 )  # fmt: skip
 _SUMMED_WEIGHTS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)  # with weights, these divide by their sum
+_TARGETS = tuple(
+    (key,) for key in ("labels", "label", "targets", "target", "y", 1)
+)  # paths in a batch, without their ends
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,8 +73,8 @@ class LossItems:
 
     def same_as(self, other: "LossItems") -> bool:
         """Return whether two losses count in the same way."""
-        mine, theirs = (vars(items) | {"weight": _place_of(items.weight)} for items in (self, other))
-        return mine == theirs
+        weights = [None if w is None else (_storage(w), w.shape) for w in (self.weight, other.weight)]
+        return weights[0] == weights[1] and vars(self) | {"weight": None} == vars(other) | {"weight": None}
 
     def count(self, batch: object) -> Count:
         """Return how many items a batch has: a number for labels on the host, else a tensor on their device, which is not read."""
@@ -132,16 +135,17 @@ class LossWatch(TorchFunctionMode):
     def __init__(self, batch: object, rows: int):
         super().__init__()
         self.rows = rows
-        self._entries = list(_tensors(batch))
-        self._numbers = {id(value) for path, value in _leaves(batch) if path and path[-1] == "num_items_in_batch"}
+        leaves = list(_leaves(batch))
+        self._entries = [(path, value) for path, value in leaves if isinstance(value, Tensor) and value.ndim]
+        self._numbers = {id(value) for path, value in leaves if path and path[-1] == "num_items_in_batch"}
         # Weak, by identity: the watch keeps no activation alive. Scalars are kept, because a wrapper may return a copy of one.
         self._labels: MutableMapping[Tensor, _Labels] = WeakIdKeyDictionary(
             {tensor: _Labels(path, tensor.ndim) for path, tensor in self._entries}
         )
         self._losses: MutableMapping[Tensor, LossItems] = WeakIdKeyDictionary()
         self._scalars: list[Tensor] = []
-        self._sizes: Any = WeakIdKeyDictionary()  # of sums, how many elements they have
-        self._picked: Any = WeakIdKeyDictionary()  # their sizes depend on values
+        self._sizes: MutableMapping[Tensor, int] = WeakIdKeyDictionary()  # of sums, how many elements they have
+        self._picked: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()  # their sizes depend on values
         self.factors: list[object] = []
         """The numbers that losses were multiplied with or divided by."""
 
@@ -150,9 +154,7 @@ class LossWatch(TorchFunctionMode):
         if not isinstance(loss, Tensor):
             return UNKNOWN
         found = self._losses.get(loss)
-        if (
-            found is None and "DDPSink" in type(loss.grad_fn).__name__
-        ):  # DDP returns the model's outputs through a function of its own
+        if found is None and "DDPSink" in type(loss.grad_fn).__name__:  # by which DDP returns the model's outputs
             before = [function for function, _ in loss.grad_fn.next_functions]  # type: ignore[union-attr]
             found = next((self._losses[scalar] for scalar in self._scalars if scalar.grad_fn in before), None)
         return UNKNOWN if found is None else found
@@ -168,20 +170,13 @@ class LossWatch(TorchFunctionMode):
                 self._scalars.append(loss)
 
     def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
+        self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: Any = None
     ) -> object:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = func(*args, **(kwargs or {}))
         try:
-            self._follow(func, args, kwargs, result)
+            self._follow(func, args, kwargs or {}, result)
         except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError):
-            if isinstance(
-                result, Tensor
-            ):  # a kind of tensor or of call that cannot be looked at: training goes on without
+            if isinstance(result, Tensor):  # a kind of tensor or of call that cannot be followed
                 self._losses[result] = UNKNOWN
         return result
 
@@ -199,7 +194,7 @@ class LossWatch(TorchFunctionMode):
     def _follow(self, func: object, args: tuple[object, ...], kwargs: dict[str, Any], result: object) -> None:
         """Note where a function's result comes from, where that matters."""
         name = getattr(func, "__name__", "")
-        tensors = [value for value in _flat((args, kwargs)) if isinstance(value, Tensor)]
+        tensors = tensors_in((args, kwargs))
         if name == "__setitem__" or any(tensor is result for tensor in tensors):
             if name not in _COPIES and name not in _RESHAPES and name not in _VALUES:
                 self._forget(tensors[0])  # written to in place
@@ -218,11 +213,8 @@ class LossWatch(TorchFunctionMode):
                 self._labels[result] = moved
         if result.ndim == 0 and name in ("mean", "sum") and tensors and result not in self._losses:
             self._keep(result, self._reduced(name, tensors[0], result))
-        if (
-            name in ("masked_select", "nonzero")
-            or _is_masked(name, args)
-            or any(tensor in self._picked for tensor in tensors)
-        ):
+        is_picking = name in ("masked_select", "nonzero") or (name == "__getitem__" and _is_masked(args[1]))
+        if is_picking or any(tensor in self._picked for tensor in tensors):
             self._picked[result] = True
 
     def _forget(self, changed: Tensor) -> None:
@@ -240,10 +232,9 @@ class LossWatch(TorchFunctionMode):
         if name in _RESHAPES:
             return replace(labels, is_reshaped=True)
         if name == "pad":
-            given = inspect.signature(F.pad).bind(*args, **kwargs)
-            given.apply_defaults()
-            sizes, value = tuple(given.arguments["pad"]), given.arguments["value"]
-            is_plain = len(sizes) == 2 and sizes[0] == 0 and given.arguments["mode"] == "constant"
+            given = _arguments(F.pad, args, kwargs) or {}
+            sizes, value = tuple(given["pad"]), given["value"]
+            is_plain = len(sizes) == 2 and sizes[0] == 0 and given["mode"] == "constant"
             if is_plain and not labels.is_reshaped and labels.cut[1] is None and labels.padding is None:
                 return replace(labels, padding=0.0 if value is None else float(value))
         if name == "__getitem__" and not labels.is_reshaped and labels.cut is ALL:
@@ -304,7 +295,7 @@ class LossWatch(TorchFunctionMode):
         """Return what a mean over so many elements is a mean over, in terms of the batch."""
         if size == self.rows:
             return SAMPLES
-        for path, tensor in sorted(self._entries, key=lambda entry: not _is_target(entry[0])):
+        for path, tensor in sorted(self._entries, key=lambda entry: entry[0][:1] not in _TARGETS):
             if tensor.numel() == size:
                 return LossItems(kind="elements", path=path)
         # So many for each row: as long as rows keep their shape, that is a mean over samples.
@@ -337,10 +328,12 @@ class LossWatch(TorchFunctionMode):
             return items
         if id(number) in self._numbers:
             return SUM
+        if number is None:  # given by keyword
+            return UNKNOWN
         if number == self.rows:
             return SAMPLES
         if number == self._sizes.get(tensor):
-            return self._of_size(int(number))
+            return self._of_size(self._sizes[tensor])
         self.factors.append(number)
         return DIVIDED_SUM
 
@@ -396,35 +389,26 @@ def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
     """Return a loss function's arguments by name, or None for forms that torch has given up."""
     given = inspect.signature(func).bind(*args, **kwargs)
     given.apply_defaults()
-    arguments = dict(given.arguments)
-    is_old = arguments.get("size_average") is not None or arguments.get("reduce") is not None
-    return None if is_old else arguments
+    is_old = any(given.arguments.get(name) is not None for name in ("size_average", "reduce"))
+    return None if is_old else dict(given.arguments)
 
 
 def _last_cut(index: object, ndim: int) -> Cut | None:
     """Return which part of the last dimension an index takes, all others whole; None for any other index."""
     parts = index if isinstance(index, tuple) else (index,)
     *others, last = parts
-    if not isinstance(last, slice) or last.step is not None or not all(_is_int(end) for end in (last.start, last.stop)):
+    if not isinstance(last, slice) or last.step is not None:
+        return None
+    if not all(end is None or isinstance(end, int) for end in (last.start, last.stop)):
         return None
     reaches_last = len(parts) == ndim or (others and others[0] is Ellipsis)
     is_whole = all(part is Ellipsis or part == slice(None) for part in others)
     return (last.start, last.stop) if reaches_last and is_whole else None
 
 
-def _is_int(value: object) -> bool:
-    return value is None or isinstance(value, int)
-
-
-def _is_masked(name: str, args: tuple[object, ...]) -> bool:
-    if name != "__getitem__":
-        return False
-    parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+def _is_masked(index: object) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
     return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts)
-
-
-def _place_of(weight: Tensor | None) -> tuple[int, torch.Size] | None:
-    return None if weight is None else (_storage(weight), weight.shape)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -434,34 +418,14 @@ def _storage(tensor: Tensor) -> int:
         return id(tensor)
 
 
-def _is_target(path: Path) -> bool:
-    return bool(path) and (path[0] in ("labels", "label", "targets", "target", "y") or path[0] == 1)
-
-
-def _flat(value: object) -> Iterator[object]:
-    if isinstance(value, Mapping):
-        for item in value.values():
-            yield from _flat(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _flat(item)
-    else:
-        yield value
-
-
 def _leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
-    entries = (
-        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (tuple, list)) else None
-    )
-    if entries is None:
+    if isinstance(value, tuple | list):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping):
         yield path, value
-    else:
-        for key, item in entries:
-            yield from _leaves(item, (*path, key))
-
-
-def _tensors(batch: object) -> Iterator[tuple[Path, Tensor]]:
-    return ((path, value) for path, value in _leaves(batch) if isinstance(value, Tensor) and value.ndim)
+        return
+    for key, item in value.items():
+        yield from _leaves(item, (*path, key))
 
 
 def entry_of(batch: Any, path: Path) -> Tensor:

@@ -1,12 +1,13 @@
 """Changes to optimizers: fused kernels, a state that is split over ranks, and copies of parameters that are trained instead."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.utils._pytree import tree_map_only
 
 from drivetrain.core.types import StateDict
 
@@ -85,8 +86,7 @@ def split_optimizer(
     process_group: "ProcessGroup | None",
 ) -> Optimizer:
     """Return `build(groups, **settings)` with its state split over the ranks of a group."""
-    made: Optimizer = _split_class()(list(groups), optimizer_class=build, process_group=process_group, **settings)
-    return made
+    return _split_class()(list(groups), optimizer_class=build, process_group=process_group, **settings)
 
 
 @cache
@@ -99,13 +99,11 @@ def _split_class() -> Callable[..., Optimizer]:
 
         def state_dict(self) -> dict[str, object]:
             """Return the whole state, on the host; all ranks must call this together."""
-            import torch.distributed as dist
-
             self._sync_param_groups(self.param_groups, self.optim.param_groups)  # type: ignore[attr-defined]
-            own = _map_tensors(self.optim.state_dict(), lambda tensor: tensor.detach().cpu())
+            own = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), self.optim.state_dict())
             parts: list[object] = [None] * self.world_size
             # Pickled: tensors of any number, and whatever a user's optimizer keeps in its groups.
-            dist.all_gather_object(parts, own, group=self.process_group)
+            torch.distributed.all_gather_object(parts, own, group=self.process_group)
             self._all_state_dicts = parts
             try:
                 return super().state_dict()
@@ -118,23 +116,13 @@ def _split_class() -> Callable[..., Optimizer]:
             super().load_state_dict(whole)
             self.state.clear()  # a second copy, which torch keeps and never updates
             for group in self.optim.param_groups:
-                if group.get("fused") or group.get("capturable"):
+                if group.get("fused") or group.get("capturable"):  # whose kernels read the step count on the device
                     for parameter in group["params"]:
-                        _count_on_device(self.optim.state.get(parameter, {}), parameter)
+                        kept = self.optim.state.get(parameter, {})
+                        if isinstance(kept.get("step"), Tensor):
+                            kept["step"] = kept["step"].to(parameter.device)
 
     return SplitOptimizer
-
-
-def _count_on_device(state: StateDict, parameter: Tensor) -> None:
-    """Put the step count where kernels that read it on the device look for it."""
-    if isinstance(state.get("step"), Tensor):
-        state["step"] = state["step"].to(parameter.device)
-
-
-def _map_tensors(value: object, change: Callable[[Tensor], Tensor]) -> object:
-    from torch.utils._pytree import tree_map_only
-
-    return tree_map_only(torch.Tensor, change, value)
 
 
 # ---------------------------------------------------------------------- copies of the parameters
@@ -217,13 +205,12 @@ class MasterCopies:
     def state_dict(self) -> StateDict:
         """Return the optimizer's state, including each copy that is more precise than its parameter."""
         state = super().state_dict()  # type: ignore[misc]
-        masters, wider = self._masters(), {id(m) for p, m in self._served if p.dtype != m.dtype}
-        kept = {
-            index: {**state["state"].get(index, {}), "master": master.detach()}
-            for index, master in enumerate(masters)
-            if id(master) in wider
-        }
-        return {**state, "state": {**state["state"], **kept}}
+        wider = {id(master) for parameter, master in self._served if parameter.dtype != master.dtype}
+        kept = dict(state["state"])
+        for index, master in enumerate(self._masters()):
+            if id(master) in wider:
+                kept[index] = {**kept.get(index, {}), "master": master.detach()}
+        return {**state, "state": kept}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -251,7 +238,9 @@ def served_parameters(optimizer: Optimizer) -> list[Tensor]:
     return [originals.get(id(p), p) for group in optimizer.param_groups for p in group["params"]]
 
 
-_generated: dict[type, type] = {}
+@cache
+def _master_class(cls: type) -> type:
+    return type(f"MasterCopies{cls.__name__}", (MasterCopies, cls), {"__module__": cls.__module__})
 
 
 def host_copy(value: Tensor, dtype: torch.dtype, pin_memory: bool) -> Tensor:
@@ -285,11 +274,7 @@ def with_master_weights(
         held = [held] if isinstance(held, Tensor) else held
         return {**group, "params": [replaced(parameter) for parameter in held]}
 
-    items: Iterable[object] = groups
-    optimizer = build([replaced_group(item) for item in items], **settings)
-    cls = type(optimizer)
-    if cls not in _generated:
-        _generated[cls] = type(f"MasterCopies{cls.__name__}", (MasterCopies, cls), {"__module__": cls.__module__})
-    optimizer.__class__ = _generated[cls]
+    optimizer = build([replaced_group(item) for item in groups], **settings)
+    optimizer.__class__ = _master_class(type(optimizer))
     optimizer.__dict__ |= {"_served": served, "_buffers": {}, "_versions": {id(p): p._version for p, _ in served}}
     return optimizer

@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.module.blocks import find_blocks
-from drivetrain.module.wrapping import named_clean_parameters, unwrap
+from drivetrain.module.wrapping import named_clean_parameters, parameter_places, unwrap
 
 NamedParameters = tuple[tuple[str, nn.Parameter], ...]
 
@@ -101,27 +101,17 @@ def muon_groups(model: nn.Module, *, other: str | Iterable[str] = ()) -> MuonGro
     """
     root = unwrap(model)
     excluded = select_parameters(root, other, where="other") if other else {}
-    users = _users(root)
-    head = _output_head(root)
+    places, head = parameter_places(root), _output_head(root)
     muon: list[tuple[str, nn.Parameter]] = []
     rest: list[tuple[str, nn.Parameter]] = []
     reasons = []
     for name, parameter in named_trainable(root):
-        reason = "named in `other`" if name in excluded else _unsuitable(name, parameter, users[parameter], head)
+        users = [module for module, _ in places[parameter]]
+        reason = "named in `other`" if name in excluded else _unsuitable(name, parameter, users, head)
         (rest if reason else muon).append((name, parameter))
         kind = "convolution kernel, viewed as (out, rest)" if parameter.ndim > 2 else "hidden weight"
         reasons.append((name, reason or kind))
     return MuonGroups(muon=tuple(muon), other=tuple(rest), reasons=tuple(reasons))
-
-
-def _users(root: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
-    """Return for each parameter the modules that hold it; several for tied weights."""
-    users: dict[nn.Parameter, list[nn.Module]] = {}
-    for module in root.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                users.setdefault(parameter, []).append(module)
-    return users
 
 
 def _output_head(root: nn.Module) -> nn.Module | None:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 COMPUTED_IN: ContextVar[torch.dtype | None] = ContextVar("COMPUTED_IN", default=None)
 """The type that the stage that runs casts its floating-point values to; None: that of its parameters."""
-
-
 IN_TRAINING: ContextVar[bool] = ContextVar("IN_TRAINING", default=True)
 """Whether the stage that runs trains."""
 
@@ -52,31 +50,31 @@ class StagePart(nn.Module):
         self.targets = frozenset(str(node.target) for node in steps)
         """Dotted names of the modules and tensors that this stage holds."""
         mount(self, model, self.targets)
-        fields = vars(self)
         # The generated function reads modules off whatever it is called with, so it serves this module too.
-        fields["_run"] = type(fx.GraphModule(self, graph)).forward
-        fields["_call"] = None
+        self._run = type(fx.GraphModule(self, graph)).forward
+        self._call: FlatCall | None = None
 
     def begin(self, call: "FlatCall | None") -> None:
         """Take arguments and return outputs in flat form from now on, as a schedule does. None switches back to the plain form."""
-        vars(self)["_call"] = call
+        self._call = call
 
     def forward(self, *received: Tensor, **inputs: Any) -> Any:
         """Return what the next stage receives, or the model's output."""
-        fields = vars(self)
-        call: FlatCall | None = fields["_call"]
+        call = self._call
         if call is None:
             return self._steps(received, inputs)
-        inputs = call.unflatten_inputs(inputs)
-        received = tuple(map(_with_contiguous_gradient, received))
+        received = tuple(tensor.view_as(tensor) for tensor in received)
+        for tensor in received:
+            if tensor.requires_grad:  # its gradient is sent to another rank as it is
+                tensor.register_hook(Tensor.contiguous)
         with buffers_copied(self) if call.is_probing else nullcontext():
-            output = self._steps(received, inputs)
+            output = self._steps(received, call.unflatten_inputs(inputs))
         return call.flatten_output(output)
 
     def _steps(self, received: tuple[Tensor, ...], inputs: Mapping[str, object]) -> object:
         token, mode = COMPUTED_IN.set(self.compute_dtype), IN_TRAINING.set(self.training)
         try:
-            return vars(self)["_run"](self, *received, *(inputs[name] for name in self.inputs))
+            return self._run(self, *received, *(inputs[name] for name in self.inputs))
         finally:
             COMPUTED_IN.reset(token)
             IN_TRAINING.reset(mode)
@@ -92,30 +90,27 @@ class FlatCall:
         leaves, self._form = tree_flatten(dict(inputs))
         named = {f"leaf_{index}": leaf for index, leaf in enumerate(leaves)}
         self.batched = {name: leaf for name, leaf in named.items() if is_batched(leaf)}
-        self._rest = {name: leaf for name, leaf in named.items() if not is_batched(leaf)}
-        self._names = list(named)
+        self._named = named
         self.is_last, self.is_probing, self.collects = is_last, probing, collects
         self._output_form: Any = None
         self._output_rest: dict[int, object] = {}
-        self._collected: list[list[Tensor]] = []
+        self._collected: list[tuple[Tensor, ...]] = []
 
     def unflatten_inputs(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the arguments of the model from numbered tensors."""
-        values = {**self._rest, **tensors}
-        return tree_unflatten([values[name] for name in self._names], self._form)
+        return tree_unflatten({**self._named, **tensors}.values(), self._form)
 
     def flatten_output(self, output: Any) -> Any:
         """Return the model's output as a tuple of its tensors. Outputs of other stages already are one."""
+        was_probing, self.is_probing = self.is_probing, False
         if not self.is_last:
-            self.is_probing = False
             return tuple(tensor.contiguous() for tensor in output)
         leaves, self._output_form = tree_flatten(output)
         self._output_rest = {index: leaf for index, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if self.collects and not self.is_probing:
+        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        if self.collects and not was_probing:
             self._collected.append(tensors)
-        self.is_probing = False
-        return tuple(tensors)
+        return tensors
 
     def unflatten_output(self, output: object) -> Any:
         """Return the model's output from its tensors."""
@@ -137,23 +132,6 @@ def _weighted_sum(numbers: Sequence[Tensor], shares: Sequence[Count]) -> Tensor:
     return torch.stack(parts).sum(0)
 
 
-class _ContiguousGradient(torch.autograd.Function):
-    """The identity, whose gradient can be sent to another rank as it is."""
-
-    @staticmethod
-    def forward(ctx: object, tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        return grad.contiguous()
-
-
-def _with_contiguous_gradient(tensor: Tensor) -> Tensor:
-    result: Any = _ContiguousGradient.apply(tensor)
-    return result
-
-
 def is_batched(leaf: object) -> bool:
     """Return whether a value has a row for each sample."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0
@@ -162,7 +140,7 @@ def is_batched(leaf: object) -> bool:
 def mount(root: nn.Module, model: nn.Module, targets: Set[str]) -> None:
     """Register the named modules and tensors of a model in `root`, in their order and under their names.
 
-    Containers on the way are made again, lists as lists; their other members become `Elsewhere`.
+    Containers on the way are re-created, lists as lists; their other members become `Elsewhere`.
     """
 
     def visit(here: nn.Module, there: nn.Module, prefix: str) -> None:
@@ -179,54 +157,45 @@ def mount(root: nn.Module, model: nn.Module, targets: Set[str]) -> None:
             if path in targets:
                 here.register_module(name, child)
             elif any(target.startswith(path + ".") for target in targets):
-                is_list = isinstance(child, nn.ModuleList | nn.Sequential)
-                holder = nn.ModuleList() if is_list else nn.Module()
-                holder.training = child.training
+                holder = nn.ModuleList() if isinstance(child, nn.ModuleList | nn.Sequential) else nn.Module()
                 here.register_module(name, holder)
                 visit(holder, child, path + ".")
             else:
                 here.register_module(name, Elsewhere())
+        here.training = there.training
 
     visit(root, model, "")
-    root.training = model.training
 
 
 # What a stage shares with others: how much losses count, and parameters that several hold.
 
 
 class LossWeights(Protocol):
-    """The weights of the losses of partial batches."""
+    """The weights of the losses of partial batches. By default every sample counts the same."""
 
-    is_sum: bool
+    is_sum: bool = False
     """Whether the losses of parts add up to that of the whole, instead of being averaged."""
 
     @property
     def is_last_pass(self) -> bool:
         """Whether the current batch is the last one before an update."""
+        return True
 
     def items_of(self, inputs: object) -> Count | None:
         """Return how many items the loss of a model's input is a mean over; None for its samples."""
-
-    def gradient_weight(self, items: Count | None) -> Count:
-        """Return the factor for the gradient of a rank's batch."""
-
-    def amount(self, items: Count | None) -> Count:
-        """Return the weight of a rank's loss in the mean over all data ranks."""
-
-
-class BySamples:
-    """Every sample counts the same."""
-
-    is_sum, is_last_pass = False, True
-
-    def items_of(self, inputs: object) -> Count | None:
         return None
 
     def gradient_weight(self, items: Count | None) -> Count:
+        """Return the factor for the gradient of a rank's batch."""
         return 1.0
 
     def amount(self, items: Count | None) -> Count:
+        """Return the weight of a rank's loss in the mean over all data ranks."""
         return 1
+
+
+class BySamples(LossWeights):
+    """Every sample counts the same."""
 
 
 def sum_over(tensor: Tensor, ranks: Sequence[int], group: "ProcessGroup", device: torch.device) -> None:

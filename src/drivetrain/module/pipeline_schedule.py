@@ -6,8 +6,8 @@ the loss of the last stage is the value that all ranks get. What the loss is and
 (`connect`).
 """
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,22 +62,6 @@ class PipelineOutput:
 class PipelinedModel(nn.Module):
     """This rank's stages of a model, under the user's own names. Calling it runs the stages of all ranks."""
 
-    split: Split
-    own: tuple[int, ...]
-    """Which stages these are."""
-    parts: list[nn.Module]
-    """The stages, in DDP or sharded; what they hold is registered here, they themselves are not."""
-    schedule: str
-    microbatches: int
-    group: "ProcessGroup"
-    device: torch.device
-    all_names: frozenset[str]
-    """Every key of the whole model's state."""
-    plain_names: Mapping[str, str]
-    """The first name of each parameter that the whole model has under several."""
-    _names: set[str]
-    _runs: dict[Any, "_ScheduleRun"]
-    _full_size: int | None
     _loss_func: Callable[[Any, Any], Any] | None
     _weights: LossWeights
     _replicas: int
@@ -90,25 +74,24 @@ class PipelinedModel(nn.Module):
         *,
         schedule: str,
         microbatches: int,
-        group: object,
+        group: "ProcessGroup",
         device: torch.device,
     ):
         super().__init__()
-        fields = vars(
-            self
-        )  # parts are views of what is registered under the user's names, and must not be registered twice
-        fields["split"], fields["own"] = split, tuple(own)
-        fields["parts"] = [split.parts[index] for index in own]
-        fields["schedule"], fields["microbatches"] = schedule, microbatches
-        fields["group"], fields["device"] = group, device
-        fields["_names"] = {name for index in own for name in split.parts[index].targets}
-        fields["all_names"] = frozenset(model.state_dict(keep_vars=True))
+        self.split, self.own = split, tuple(own)
+        """All stages, and which of them are this rank's."""
+        self.parts: list[nn.Module] = [split.parts[index] for index in own]
+        """This rank's stages, in DDP or sharded; what they hold is registered here, they themselves are not."""
+        self.schedule, self.microbatches, self.group, self.device = schedule, microbatches, group, device
+        self.all_names = frozenset(model.state_dict(keep_vars=True))
+        """Every key of the whole model's state."""
         firsts = {id(parameter): name for name, parameter in model.named_parameters()}
         names = {name: firsts[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-        fields["plain_names"] = {name: first for name, first in names.items() if name != first}
-        fields["_runs"] = {}
-        fields["_full_size"] = None
-        mount(self, model, self._names)
+        self.plain_names = {name: first for name, first in names.items() if name != first}
+        """The first name of each parameter that the whole model has under several."""
+        self._runs: dict[object, _ScheduleRun] = {}
+        self._full_size = 0
+        mount(self, model, {name for index in own for name in split.parts[index].targets})
         self.connect(None, BySamples())
 
     @property
@@ -123,6 +106,7 @@ class PipelinedModel(nn.Module):
 
     def connect(self, loss_func: Callable[[Any, Any], Any] | None, weights: LossWeights, replicas: int = 1) -> None:
         """Set the loss and the weights of its parts. `replicas` ranks (of a tensor axis) hold each loss."""
+        # A loss may be a module, which is not part of this one.
         vars(self).update(_loss_func=loss_func, _weights=weights, _replicas=replicas)
 
     def wrap_parts(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
@@ -130,7 +114,7 @@ class PipelinedModel(nn.Module):
         parts = self.parts
         for index, part in enumerate(parts):
             parts[index] = wrap(part)
-        for part in parts:  # sharding exchanges the parameters that stand in containers
+        for part in parts:  # sharding replaces the parameters in containers
             inner = unwrap(part)
             for name in inner.targets:  # type: ignore[union-attr]
                 holder, _, last = name.rpartition(".")
@@ -180,7 +164,8 @@ class PipelinedModel(nn.Module):
         if is_training and self._loss_func is None:
             raise ConfigError("a pipeline runs forward and backward together and needs loss_func. Pass it.")
         chunks = self._chunks(rows, is_training)
-        key = (is_training, chunks, _shapes(inputs))
+        shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+        key = (is_training, chunks, shapes)
         run = self._runs.get(key)
         if run is None:
             run = self._runs[key] = _ScheduleRun(self, chunks, is_training)
@@ -189,7 +174,8 @@ class PipelinedModel(nn.Module):
     def joined_loss(self, inputs: object, outputs: object, loss_func: Callable[[Any, Any], Any]) -> Tensor:
         """Return the loss of an evaluation on all ranks. Each of them must call this."""
         with torch.no_grad():
-            loss = _first(loss_func(inputs, outputs)) if self.is_last else torch.zeros((), device=self.device)
+            loss = loss_func(inputs, outputs) if self.is_last else torch.zeros((), device=self.device)
+            loss = loss[0] if isinstance(loss, list | tuple) else loss
         return self._everywhere(loss, self._weights.items_of(inputs))
 
     def _everywhere(self, loss: Tensor, items: Count | None) -> Tensor:
@@ -231,9 +217,9 @@ class PipelinedModel(nn.Module):
         """Return into how many equal micro-batches a batch is cut; a short last one into fewer."""
         if rows % self.microbatches == 0:
             if is_training:
-                vars(self)["_full_size"] = max(rows, self._full_size or 0)
+                self._full_size = max(rows, self._full_size)
             return self.microbatches
-        if is_training and (self._full_size is None or rows >= self._full_size):
+        if is_training and rows >= self._full_size:
             below = rows // self.microbatches * self.microbatches
             sizes = f"{below} or {below + self.microbatches}" if below else f"{self.microbatches}"
             divisors = [m for m in range(1, rows + 1) if rows % m == 0]
@@ -279,8 +265,6 @@ class _ScheduleRun:
             loss_fn=self._loss if is_training else None,
             scale_grads=False,  # gradients of earlier batches may be in the parameters already; the loss is divided instead
         )
-        takes = inspect.signature(self._schedule.step).parameters
-        self._settings: dict[str, Any] = {"return_outputs": False} if "return_outputs" in takes else {}
 
     def __call__(self, inputs: dict[str, Any], batch: object) -> Any:
         """Run all micro-batches of one batch."""
@@ -288,46 +272,40 @@ class _ScheduleRun:
         if self._is_first:
             self._try_stages(inputs, batch)
         calls = [
-            FlatCall(
-                inputs,
-                is_last=index == pipeline.num_stages - 1,
-                probing=self._is_first,
-                collects=not self.is_training,
-            )
+            FlatCall(inputs, is_last=self._is_last(index), probing=self._is_first, collects=not self.is_training)
             for index in pipeline.own
         ]
         for part, call in zip(pipeline.parts, calls):
             unwrap(part).begin(call)  # type: ignore[operator]
         self._batch, self._last = batch, calls[-1]
-        if self.is_training:
-            items, counts = self._count(batch)
-            self._shares = self._shares_of(items, counts)
-            factor = pipeline._weights.gradient_weight(items)
-            self._weights = [factor * share for share in self._shares]
-            kept = self._put_gradients_aside()
-            self._schedule.step(**calls[0].batched, target=torch.arange(self.chunks), losses=[], **self._settings)
-            self._add_gradients(kept)
-            if pipeline._weights.is_last_pass:
-                pipeline.sum_tied_gradients()
-            return PipelineOutput(self._joined(items))
+        step = partial(self._schedule.step, **calls[0].batched, return_outputs=False)
+        if not self.is_training:
+            with torch.no_grad():
+                step()
+            self._is_first, self._batch = False, None
+            return calls[-1].joined_output(self._shares_of(batch)[1]) if pipeline.is_last else PipelineOutput()
+        items, self._shares = self._shares_of(batch)
+        factor = pipeline._weights.gradient_weight(items)
+        self._weights = [factor * share for share in self._shares]
+        kept = self._put_gradients_aside()
+        step(target=torch.arange(self.chunks), losses=[])
         with torch.no_grad():
-            self._schedule.step(**calls[0].batched, **self._settings)
-        self._is_first, self._batch = False, None
-        return calls[-1].joined_output(self._shares_of(*self._count(batch))) if pipeline.is_last else PipelineOutput()
+            for parameter, grad in kept:
+                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+        if pipeline._weights.is_last_pass:
+            pipeline.sum_tied_gradients()
+        return PipelineOutput(self._joined(items))
 
-    def _count(self, batch: object) -> tuple[Count | None, list[Count]]:
-        """Return the items of a batch and of each micro-batch; None where samples count, of which each has as many."""
+    def _is_last(self, stage: int) -> bool:
+        return stage == self.pipeline.num_stages - 1
+
+    def _shares_of(self, batch: object) -> tuple[Count | None, list[Count]]:
+        """Return the items of a batch, None where samples count, and the weight of each micro-batch's loss in that of the batch."""
         weights = self.pipeline._weights
         if (items := weights.items_of(batch)) is None:
-            return None, []
+            return None, [1.0 if weights.is_sum else 1 / self.chunks] * self.chunks
         counts = [weights.items_of(self._chunk(batch, place)) for place in range(self.chunks)]
-        return items, [count for count in counts if count is not None]
-
-    def _shares_of(self, items: Count | None, counts: Sequence[Count]) -> list[Count]:
-        """Return how much the loss of each micro-batch counts in that of the batch."""
-        if items is None:
-            return [1.0 if self.pipeline._weights.is_sum else 1 / self.chunks] * self.chunks
-        return [share_of(count, items) for count in counts]
+        return items, [share_of(count, items) for count in counts if count is not None]
 
     def _chunk(self, batch: object, place: int) -> Any:
         return tree_map(lambda leaf: leaf.tensor_split(self.chunks)[place] if is_batched(leaf) else leaf, batch)
@@ -344,13 +322,11 @@ class _ScheduleRun:
 
     def _joined(self, items: Count | None) -> Tensor:
         """Return the loss of the whole batch, as a leaf whose backward reaches no parameter."""
-        pipeline, self._is_first = self.pipeline, False
+        pipeline, loss = self.pipeline, torch.zeros((), device=self.pipeline.device)
         if pipeline.is_last:
-            loss = sum(self._values[place].float() * share for place, share in enumerate(self._shares))
-        else:
-            loss = torch.zeros((), device=pipeline.device)
-        self._batch, self._values = None, {}
-        assert isinstance(loss, Tensor)
+            first, *rest = (self._values[place].float() * share for place, share in enumerate(self._shares))
+            loss = sum(rest, first)
+        self._batch, self._values, self._is_first = None, {}, False
         return pipeline._everywhere(loss, items).requires_grad_()
 
     # Before the first step of a shape.
@@ -369,7 +345,8 @@ class _ScheduleRun:
                     made = self._try_stage(stage, inputs, batch, passed)
                 except Exception as caught:  # whatever the user's model raises
                     error = caught
-            outcomes = all_gather_values((_described(error), made))
+            described = None if error is None else (type(error).__name__, str(error))
+            outcomes = all_gather_values((described, made))
             for failed, (description, _) in enumerate(outcomes):
                 if description is not None:
                     raise error if error is not None else _failure(failed, stage, *description)
@@ -381,7 +358,7 @@ class _ScheduleRun:
     ) -> list[tuple[list[int], torch.dtype]]:
         """Run a stage of this rank once, on zeros in place of what it receives; return the sizes and types of what it passes on."""
         pipeline = self.pipeline
-        is_last = stage == pipeline.num_stages - 1
+        is_last = self._is_last(stage)
         part = pipeline.parts[pipeline.own.index(stage)]
         call = FlatCall(self._chunk(inputs, 0), is_last=is_last, probing=True, collects=False)
         received = [torch.zeros(sizes, dtype=dtype, device=pipeline.device) for sizes, dtype in passed]
@@ -398,24 +375,14 @@ class _ScheduleRun:
                     )
         return [(list(tensor.shape), tensor.dtype) for tensor in output]
 
-    # The first step of a shape finds out what the stages exchange, and clears the gradients of sharded stages on the way.
-
     def _put_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Take the gradients of sharded stages, which the first step of a shape clears when it finds out what stages exchange."""
         if not (self._is_first and any(map(is_fully_sharded, self.pipeline.parts))):
             return []
         kept = [(p, p.grad) for part in self.pipeline.parts for p in part.parameters() if p.grad is not None]
         for parameter, _ in kept:
             parameter.grad = None
         return kept
-
-    @torch.no_grad()
-    def _add_gradients(self, kept: list[tuple[nn.Parameter, Tensor]]) -> None:
-        for parameter, grad in kept:
-            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-
-
-def _described(error: Exception | None) -> tuple[str, str] | None:
-    return None if error is None else (type(error).__name__, str(error))
 
 
 def _failure(rank: int, stage: int, kind: str, text: str) -> Exception:
@@ -459,16 +426,7 @@ def _rows(batch: object) -> int:
     sizes = [leaf.shape[0] for leaf in tree_leaves(batch) if is_batched(leaf)]
     if not sizes or len(set(sizes)) > 1:
         raise ConfigError(
-            f"a pipeline cuts every tensor of the batch along its first dimension, but their lengths are "
-            f"{sorted(set(sizes))}. Give tensors "
-            f"with one row per sample; scalars and other values are allowed next to them."
+            f"a pipeline cuts every tensor of the batch along its first dimension, but their lengths are {sorted(set(sizes))}. Give "
+            f"tensors with one row per sample; scalars and other values are allowed next to them."
         )
     return sizes[0]
-
-
-def _shapes(inputs: object) -> tuple[Any, ...]:
-    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-
-
-def _first(loss: Tensor | list[Tensor] | tuple[Tensor, ...]) -> Tensor:
-    return loss[0] if isinstance(loss, list | tuple) else loss

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from drivetrain.core.errors import ConfigError, DrivetrainWarning, unknown_name
-from drivetrain.module.wrapping import GeneratedClass, subclass_of
+from drivetrain.module.wrapping import GeneratedClass, add_mixin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +121,6 @@ class AutocastingGenerator(Autocasting):
 
 def autocast_forward(model: nn.Module, device_type: str, dtype: torch.dtype) -> nn.Module:
     """Make a model compute under autocast, in place."""
-    if not isinstance(model, Autocasting):
-        kind = AutocastingGenerator if callable(getattr(model, "generate", None)) else Autocasting
-        model.__class__ = subclass_of(type(model), kind)
-    model.__dict__["_autocast_device"], model.__dict__["_autocast_dtype"] = device_type, dtype
+    kind = AutocastingGenerator if callable(getattr(model, "generate", None)) else Autocasting
+    add_mixin(model, kind, _autocast_device=device_type, _autocast_dtype=dtype)
     return model

@@ -8,45 +8,18 @@ is supported.
 """
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.module.wrapping import GeneratedClass, subclass_of
+from drivetrain.module.wrapping import GeneratedClass, add_mixin
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-
-Attend = Callable[[dict[str, Any]], Tensor]
-"""Computes attention from the arguments of one call, by name."""
-
-
-class AttentionCalls(TorchFunctionMode):
-    """Passes every call of scaled dot-product attention to a function."""
-
-    def __init__(self, attend: Attend):
-        super().__init__()
-        self.attend = attend
-
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return self.attend({**dict(zip(_ARGUMENTS, args)), **kwargs})
-        return func(*args, **kwargs)
 
 
 class SequenceAttention:
@@ -76,13 +49,13 @@ class SequenceAttention:
         mask = local_mask(call.get("attn_mask"), heads, self.length, self.size, self.rank)
         query, key, value = (to_heads(x, self.group, self.size) for x in (query, key, value))
         if self.notes is not None:
-            self.notes.note_local(query, key, value, call)
-        settings = {name: value for name, value in call.items() if name not in ("query", "key", "value", "attn_mask")}
-        settings["enable_gqa"] = key.shape[1] != query.shape[1]
-        if not settings["enable_gqa"]:
-            del settings["enable_gqa"]  # the plain kernels are chosen only without it
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **settings)
-        return to_sequence(out, self.group, self.size)
+            self.notes.note([query, key, value], call)
+        call = {**call, "query": query, "key": key, "value": value, "attn_mask": mask}
+        if key.shape[1] != query.shape[1]:
+            call["enable_gqa"] = True
+        else:
+            call.pop("enable_gqa", None)  # the plain kernels are chosen only without it
+        return to_sequence(F.scaled_dot_product_attention(**call), self.group, self.size)
 
     def _across(self, call: dict[str, Any]) -> Tensor:
         """Attend from this rank's queries to another sequence, which is whole."""
@@ -110,11 +83,15 @@ def check_heads(heads: int, size: int) -> None:
 
 def with_shared_heads(call: dict[str, Any], size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values. Keys and values that several heads share are repeated if they do not divide."""
-    query, key, value = call["query"], call["key"], call["value"]
-    if key.shape[1] % size:
-        repeats = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    return query, key, value
+    if call["key"].shape[1] % size:
+        call = {**call, **repeated_heads(call)}
+    return call["query"], call["key"], call["value"]
+
+
+def repeated_heads(call: dict[str, Any]) -> dict[str, Tensor]:
+    """Return keys and values with one head for each head of the queries."""
+    repeats = call["query"].shape[1] // call["key"].shape[1]
+    return {name: call[name].repeat_interleave(repeats, 1) for name in ("key", "value")}
 
 
 def local_mask(mask: Tensor | None, heads: int, length: int, size: int, rank: int) -> Tensor | None:
@@ -189,12 +166,10 @@ class SequenceMultihead(GeneratedClass):
         mask, is_causal = _one_mask(own, query, key_padding_mask, attn_mask, is_causal)
         if not own.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        heads = [
-            x.unflatten(-1, (own.num_heads, own.head_dim)).transpose(1, 2) for x in _projected(own, query, key, value)
-        ]
-        dropout = own.dropout if own.training else 0.0
+        projected = _projected(own, query, key, value)
+        heads = [x.unflatten(-1, (own.num_heads, own.head_dim)).transpose(1, 2) for x in projected]
         query, key, value = heads
-        out = F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal)
+        out = F.scaled_dot_product_attention(query, key, value, mask, own.dropout if own.training else 0.0, is_causal)
         out = F.linear(out.transpose(1, 2).flatten(2), own.out_proj.weight, own.out_proj.bias)
         return (out if own.batch_first else out.transpose(0, 1)), None
 
@@ -209,7 +184,7 @@ def open_multihead(block: nn.Module) -> None:
                 f"sequence_parallel: the attention {name!r} adds its own keys (add_bias_kv, add_zero_attn), which have no position. "
                 "Build it without them."
             )
-        object.__setattr__(module, "__class__", subclass_of(type(module), SequenceMultihead))
+        add_mixin(module, SequenceMultihead)
 
 
 def _projected(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
@@ -227,14 +202,13 @@ def _one_mask(
     """Return what is added to the scores, and whether they are causal; in torch's masks True means "ignore"."""
     if is_causal and mask is not None and padding is None:
         return None, True  # torch promises that the mask is the causal one
-    masks = []
-    if mask is not None:
-        masks.append(
-            _added(mask, query).unflatten(0, (-1, module.num_heads)) if mask.ndim == 3 else _added(mask, query)
-        )
+    scores = None if mask is None else _added(mask, query)
+    if scores is not None and scores.ndim == 3:
+        scores = scores.unflatten(0, (-1, module.num_heads))
     if padding is not None:
-        masks.append(_added(padding, query)[:, None, None, :])
-    return (sum(masks[1:], masks[0]) if masks else None), False
+        ignored = _added(padding, query)[:, None, None, :]
+        scores = ignored if scores is None else scores + ignored
+    return scores, False
 
 
 def _added(mask: Tensor, like: Tensor) -> Tensor:
@@ -251,7 +225,17 @@ class RingAttention:
 
     def __init__(self, mesh: "DeviceMesh"):
         self.mesh = mesh
-        _enable_ring()
+        # The public context manager does the same, but only until it is left; here backward runs in the user's loop.
+        try:
+            from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+            ring._cp_options.enable_load_balance = False  # pieces are contiguous
+            ring._enable_cp_dtensor_dispatcher()
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"sequence_parallel: this torch ({torch.__version__}) has no ring attention that can be used here ({error}). Use "
+                "impl='ulysses'."
+            ) from error
 
     def __deepcopy__(self, memo: object) -> "RingAttention":
         return self
@@ -264,32 +248,10 @@ class RingAttention:
                 "sequence_parallel: ring attention supports causal and full attention, but the model passes a mask. Use impl='ulysses'."
             )
         if call["key"].shape[1] != call["query"].shape[1]:
-            _, key, value = with_shared_heads(call, call["key"].shape[1] + 1)  # never divides: repeat
-            call = {**call, "key": key, "value": value}
+            call = {**call, **repeated_heads(call)}
             call.pop("enable_gqa", None)
-        tensors = {
-            name: DTensor.from_local(call[name].contiguous(), self.mesh, [Shard(2)], run_check=False)
-            for name in ("query", "key", "value")
-        }
-        out: Any = F.scaled_dot_product_attention(**{**call, **tensors})
+        for name in ("query", "key", "value"):
+            local = call[name].contiguous()
+            call = {**call, name: DTensor.from_local(local, self.mesh, [Shard(2)], run_check=False)}
+        out: Any = F.scaled_dot_product_attention(**call)
         return out.to_local()
-
-
-def _enable_ring() -> None:
-    """Let torch dispatch attention on sequence-sharded tensors to its ring, in forward and in every later backward.
-
-    The public context manager does the same, but only until it is left; here backward runs in the user's loop.
-    """
-    from importlib import import_module, util
-
-    package = "torch.distributed.tensor.experimental"
-    try:
-        is_new = util.find_spec(f"{package}._context_parallel") is not None
-        ring = import_module(f"{package}._context_parallel._attention" if is_new else f"{package}._attention")
-        ring._cp_options.enable_load_balance = False  # pieces are contiguous
-        ring._enable_cp_dtensor_dispatcher()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"sequence_parallel: this torch ({torch.__version__}) has no ring attention that can be used here ({error}). Use "
-            "impl='ulysses'."
-        ) from error

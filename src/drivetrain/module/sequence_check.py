@@ -40,20 +40,17 @@ class Fingerprints:
         for x in with_shared_heads(call, self.size):
             heads = x.shape[1] // self.size
             local.append(x.narrow(1, self.rank * heads, heads))
-        self._note(local, call)
+        self.note(local, call)
 
-    def note_local(self, query: Tensor, key: Tensor, value: Tensor, call: dict[str, object]) -> None:
-        """Record a call that has this rank's heads and the whole sequence."""
-        self._note([query, key, value], call)
+    def note(self, tensors: list[Tensor], call: dict[str, object]) -> None:
+        """Record a call, given this rank's heads of queries, keys and values for the whole sequence."""
+        self.dtype = tensors[0].dtype
+        self.calls.append([_weighted_sum(x) for x in tensors])
+        self.shapes.append((tuple(tensors[0].shape), call.get("attn_mask") is None, bool(call.get("is_causal"))))
 
     def lengths(self) -> set[int]:
         """Return the lengths of the attended sequences."""
         return {shape[2] for shape, _, _ in self.shapes}
-
-    def _note(self, tensors: list[Tensor], call: dict[str, object]) -> None:
-        self.dtype = tensors[0].dtype
-        self.calls.append([_weighted_sum(x) for x in tensors])
-        self.shapes.append((tuple(tensors[0].shape), call.get("attn_mask") is None, bool(call.get("is_causal"))))
 
 
 def difference(whole: Fingerprints, split: Fingerprints, outputs: tuple[object, object]) -> str | None:
@@ -63,7 +60,9 @@ def difference(whole: Fingerprints, split: Fingerprints, outputs: tuple[object, 
             "no block calls F.scaled_dot_product_attention, so its attention cannot be split. Use it in the model; for models of "
             "transformers, set_attn_implementation('sdpa') or the method module_replace"
         )
-    tolerance = _tolerance(whole.dtype)
+    tolerance = _TOLERANCES.get(whole.dtype, _LOOSE)
+    if whole.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        tolerance = 2e-2  # TF32
     if whole.shapes != split.shapes:
         return "attention is called with other shapes"
     for index, (expected, found) in enumerate(zip(whole.calls, split.calls)):
@@ -95,12 +94,6 @@ def _weighted_sum(x: Tensor) -> Tensor:
     """Return (batch, heads, width): the sum over positions, each with a weight of its own."""
     positions = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)
     return torch.einsum("bhtd,t->bhd", x.detach().float(), torch.cos(positions * 2.4))
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    if dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        return 2e-2  # TF32
-    return _TOLERANCES.get(dtype, _LOOSE)
 
 
 def _close(first: Tensor, second: Tensor, tolerance: float) -> bool:

@@ -19,16 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.module.attention import AttentionCalls
 from drivetrain.module.blocks import find_blocks
-from drivetrain.module.sequence_attention import (
-    AttentionCalls,
-    RingAttention,
-    SequenceAttention,
-    gather_sequence,
-    open_multihead,
-)
+from drivetrain.module.sequence_attention import RingAttention, SequenceAttention, gather_sequence, open_multihead
 from drivetrain.module.sequence_check import Fingerprints, difference, observing
-from drivetrain.module.wrapping import GeneratedClass, subclass_of, written_class
+from drivetrain.module.wrapping import GeneratedClass, add_mixin, written_class
 from drivetrain.runtime.collectives import agree_any
 
 if TYPE_CHECKING:
@@ -61,6 +56,12 @@ class SequenceSplit:
         local = x.shape[dim] // self.size
         return x.narrow(dim, self.rank * local, local)
 
+    def attend_and_note(self, call: dict[str, Any]) -> Tensor:
+        """Attend as usual and note the call."""
+        assert self.notes is not None
+        self.notes.note_whole(call)
+        return torch.nn.functional.scaled_dot_product_attention(**call)
+
 
 def split_sequence(
     model: nn.Module,
@@ -80,22 +81,15 @@ def split_sequence(
             f"sequence_parallel: {type(model).__name__} has no repeated blocks that could run on parts of a "
             "sequence. Give the model a set_sp(sp_size, sp_rank, sp_group) method."
         )
-    ring = None
-    if impl == "ring":
-        assert mesh is not None
-        ring = RingAttention(mesh)
-    shared = SequenceSplit(group, seq_dim, ring)
-    names = []
+    assert mesh is not None or impl != "ring"
+    shared = SequenceSplit(group, seq_dim, RingAttention(mesh) if mesh is not None and impl == "ring" else None)
     for family in families:
-        for index, (name, block) in enumerate(zip(family.names, family.members)):
+        for block in family.members:
             open_multihead(block)
-            block.__dict__["_sequence_split"] = shared
-            block.__dict__["_sequence_place"] = (index == 0, index == len(family.members) - 1)
-            block.__class__ = subclass_of(type(block), SequenceBlock)
-            names.append(name)
-    model.__dict__["_sequence_split"] = shared
-    model.__class__ = subclass_of(type(model), SequenceModel)
-    return names
+            place = (block is family.members[0], block is family.members[-1])
+            add_mixin(block, SequenceBlock, _sequence_split=shared, _sequence_place=place)
+    add_mixin(model, SequenceModel, _sequence_split=shared)
+    return [name for family in families for name in family.names]
 
 
 class SequenceModel(GeneratedClass):
@@ -134,7 +128,7 @@ class SequenceBlock(GeneratedClass):
         if split.mode == "whole":
             if split.notes is None:
                 return run(*args, **kwargs)
-            with AttentionCalls(_Noted(split.notes)):
+            with AttentionCalls(split.attend_and_note):
                 return run(*args, **kwargs)
         names, values = _named(self, args, kwargs)  # type: ignore[arg-type]
         stream = _stream(values, split.seq_dim, written_class(self))  # type: ignore[arg-type]
@@ -147,12 +141,15 @@ class SequenceBlock(GeneratedClass):
             # Generation: remembered keys belong to whole sequences, and few positions come at a time.
             split.mode = "whole"
             return run(*args, **kwargs)
-        _check_length(length, split.size)
-        cut = _Cut(split, length, values[stream].shape)
-        values = [
-            (cut.stream(value) if comes_whole else value) if index == stream else cut(name, value)
-            for index, (name, value) in enumerate(zip(names, values))
-        ]
+        if length % split.size:
+            raise ConfigError(
+                f"sequence_parallel: a sequence of {length} positions does not divide over {split.size} ranks. Pad it to "
+                f"{length + split.size - length % split.size}, or cut it to {length - length % split.size}."
+            )
+        activations = values[stream]
+        rows = activations.shape[1 - split.seq_dim] if split.seq_dim < 2 else activations.shape[0]
+        values = [_cut(split, length, rows, name, value) for name, value in zip(names, values)]
+        values[stream] = split.piece(activations, split.seq_dim) if comes_whole else activations
         args, kwargs = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :]))
         kwargs |= {name: None for name in _CACHE_ARGUMENTS if kwargs.get(name) is not None}
         with AttentionCalls(SequenceAttention(split.group, length, split.ring, split.notes)):
@@ -161,47 +158,27 @@ class SequenceBlock(GeneratedClass):
         return _joined(out, split, length) if leaves_whole else out
 
 
-class _Noted:
-    """Attends as usual and notes the call."""
+def _cut(split: SequenceSplit, length: int, rows: int, name: str, value: Any) -> Any:
+    """Return this rank's part of tables with one entry a position; masks, biases and what has no such dimension stay whole."""
+    if isinstance(value, Tensor):
+        dim = None if "mask" in name or "bias" in name else _sequence_dim(split, length, rows, value)
+        return value if dim is None else split.piece(value, dim)
+    if isinstance(value, dict):
+        return {key: _cut(split, length, rows, str(key), item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_cut(split, length, rows, name, item) for item in value)
+    return value
 
-    def __init__(self, notes: Fingerprints):
-        self.notes = notes
 
-    def __call__(self, call: dict[str, Any]) -> Tensor:
-        self.notes.note_whole(call)
-        return torch.nn.functional.scaled_dot_product_attention(**call)
-
-
-class _Cut:
-    """Cuts what a block is given, by name and shape."""
-
-    def __init__(self, split: SequenceSplit, length: int, stream: torch.Size):
-        self.split, self.length = split, length
-        self.rows = stream[1 - split.seq_dim] if split.seq_dim < 2 else stream[0]
-
-    def stream(self, x: Tensor) -> Tensor:
-        return self.split.piece(x, self.split.seq_dim)
-
-    def __call__(self, name: str, value: Any) -> Any:
-        """Return tables with one entry a position cut; masks and biases, and what has no such dimension, whole."""
-        if isinstance(value, Tensor):
-            dim = None if "mask" in name or "bias" in name else self._dim(value)
-            return value if dim is None else self.split.piece(value, dim)
-        if isinstance(value, dict):
-            return {key: self(str(key), item) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self(name, item) for item in value)
-        return value
-
-    def _dim(self, value: Tensor) -> int | None:
-        dims = [dim for dim, size in enumerate(value.shape) if size == self.length]
-        if value.ndim >= 2 and len(dims) > 1 and value.shape[-1] == value.shape[-2] == self.length:
-            return None  # one entry for each pair of positions: a mask under another name
-        if self.split.seq_dim in dims:
-            return self.split.seq_dim
-        if dims and dims[0] == 0 and value.ndim > 1 and self.length == self.rows:
-            dims = dims[1:]  # as many samples as positions
-        return dims[0] if dims else None
+def _sequence_dim(split: SequenceSplit, length: int, rows: int, value: Tensor) -> int | None:
+    dims = [dim for dim, size in enumerate(value.shape) if size == length]
+    if value.ndim >= 2 and value.shape[-1] == value.shape[-2] == length:
+        return None  # one entry for each pair of positions: a mask under another name
+    if split.seq_dim in dims:
+        return split.seq_dim
+    if dims and dims[0] == 0 and value.ndim > 1 and length == rows:
+        dims = dims[1:]  # as many samples as positions
+    return dims[0] if dims else None
 
 
 def _named(block: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[list[str], list[Any]]:
@@ -221,14 +198,6 @@ def _stream(values: list[Any], seq_dim: int, cls: type) -> int:
         f"sequence_parallel: the block {cls.__name__} was called without a tensor of (batch, sequence, features), so there is no "
         f"sequence to cut along dimension {seq_dim}."
     )
-
-
-def _check_length(length: int, size: int) -> None:
-    if length % size:
-        raise ConfigError(
-            f"sequence_parallel: a sequence of {length} positions does not divide over {size} ranks. Pad it to "
-            f"{length + size - length % size}, or cut it to {length - length % size}."
-        )
 
 
 def _joined(out: Any, split: SequenceSplit, length: int) -> Any:

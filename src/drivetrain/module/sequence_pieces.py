@@ -16,7 +16,7 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.probing import floats_in
 from drivetrain.module.sequence_pieces_check import PiecePlan, is_stream, with_first
-from drivetrain.module.wrapping import GeneratedClass, is_fully_sharded, subclass_of
+from drivetrain.module.wrapping import GeneratedClass, add_mixin, is_fully_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -65,9 +65,7 @@ def run_on_pieces(model: nn.Module, mesh: "DeviceMesh", plan: PiecePlan, *, join
         modules[name].__dict__[_KEY] = pieces
         modules[name].register_forward_hook(_close)
     for name, (_, is_last) in plan.blocks.items():
-        block = modules[name]
-        block.__dict__[_KEY], block.__dict__["_joins"] = pieces, is_last or joins_each
-        block.__class__ = subclass_of(type(block), PieceBlock)
+        add_mixin(modules[name], PieceBlock, _pieces=pieces, _joins=is_last or joins_each)
 
 
 class PieceBlock(GeneratedClass):

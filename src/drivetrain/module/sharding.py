@@ -18,7 +18,7 @@ from drivetrain.core.errors import ConfigError, DistributedError, StateError, un
 from drivetrain.module.blocks import select_modules
 from drivetrain.module.distributed_tensors import is_dtensor, like_sharded, synchronise
 from drivetrain.module.families import is_plain_container
-from drivetrain.module.wrapping import is_fully_sharded, named_clean_parameters, unwrap
+from drivetrain.module.wrapping import is_fully_sharded, named_clean_parameters, parameter_places, unwrap
 from drivetrain.runtime.ranks import is_distributed, num_data_ranks
 
 if TYPE_CHECKING:
@@ -186,23 +186,15 @@ def _subtrees_of_size(model: nn.Module, smallest: int) -> list[nn.Module]:
 
 def _without_shared(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
     """Open units that share a parameter with the outside, leaving the shared one to the root."""
-    holders: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    places = parameter_places(model)
     chosen: dict[nn.Module, None] = {}
 
-    def shares(module: nn.Module) -> bool:
-        inside: dict[int, int] = {}
-        for child in module.modules():
-            for parameter in child.parameters(recurse=False):
-                inside[id(parameter)] = inside.get(id(parameter), 0) + 1
-        return any(count != holders[key] for key, count in inside.items())
-
     def take(module: nn.Module) -> None:
-        if next(module.parameters(), None) is None:
+        inside = parameter_places(module)
+        if not inside:
             return
-        if shares(module) or type(module).forward is nn.Module.forward:
+        is_shared = any(len(held) != len(places[parameter]) for parameter, held in inside.items())
+        if is_shared or type(module).forward is nn.Module.forward:
             for child in module.children():
                 take(child)
         else:

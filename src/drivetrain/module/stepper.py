@@ -91,12 +91,9 @@ class Stepper:
         own = getattr(type(optimizer), "zero_grad", None)
         self._clears_as_torch = own is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
         if tests and isinstance(getattr(optimizer, "param_groups", None), list):
-            self.guard.prepare(optimizer, self.model, is_exchanged=is_exchanged, is_judged_elsewhere=self._judges)
-
-    @property
-    def _judges(self) -> bool:
-        """Whether a scaler tests gradients already."""
-        return self.scaler is not None
+            self.guard.prepare(
+                optimizer, self.model, is_exchanged=is_exchanged, is_judged_elsewhere=self.scaler is not None
+            )
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -197,7 +194,7 @@ class Stepper:
         if window.is_plain or self.is_complete:
             return
         total, self._total = None if self._total is None else self._total(), None
-        if total is None and window.needs_total and window.world > 1:
+        if total is None and window.everywhere is None and not window.is_sum and window.world > 1:
             total = self._start_sum(window.items)()
         factor = window.correction(total)
         if factor is not None:
@@ -363,20 +360,13 @@ def unmarked_step(optimizer: Any) -> Callable[[], object] | None:
     """
     from torch.optim import optimizer as torch_optimizer
 
-    method, pre, post = (
-        getattr(type(optimizer), "step", None),
-        "_optimizer_step_pre_hooks",
-        "_optimizer_step_post_hooks",
-    )
+    method, replaced = getattr(type(optimizer), "step", None), vars(optimizer)
     inner = getattr(method, "__wrapped__", None)
-    everywhere = [getattr(torch_optimizer, f"_global_optimizer_{when}_hooks", None) for when in ("pre", "post")]
-    own = [getattr(optimizer, name, None) for name in (pre, post)]
-    profiles = getattr(torch.autograd, "_profiler_enabled", None)
-    if inner is None or profiles is None or not getattr(method, "hooked", False):
+    if inner is None or not getattr(method, "hooked", False) or "step" in replaced:
         return None
-    if any(hooks is None for hooks in (*own, *everywhere)) or "step" in vars(optimizer):
-        return None
-    (own_pre, own_post), (all_pre, all_post), replaced = own, everywhere, vars(optimizer)
+    own_pre, own_post = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    all_pre, all_post = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
+    profiles = torch.autograd._profiler_enabled
 
     def call() -> object:
         if own_pre or own_post or all_pre or all_post or "step" in replaced or profiles():

@@ -9,6 +9,7 @@ mode and `requires_grad` of the layer that they replace.
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -53,15 +54,14 @@ def replace_module_classes(
     walk = _Walk(policies, recurse_on_replacements, counters, fallback=_first_device(module))
     walk.visit_children(module)
 
-    before = dict.fromkeys(module.parameters())
-    members = set(module.modules())
+    before, members = set(module.parameters()), set(module.modules())
     final = {old: walk.decided[old] for old in walk.pairs if old in members}  # replacements of replacements left out
-    for parent, name, new in walk.sites:
+    for parent, name, _, new in walk.sites:
         parent._modules[name] = new
     try:
         _update_optimizers(module, final, before, optimizer_list)
     except RuntimeError:
-        for (parent, name, _), old in zip(walk.sites, walk.originals):
+        for parent, name, old, _ in walk.sites:
             parent._modules[name] = old
         raise
     return walk.pairs
@@ -96,22 +96,18 @@ class _Walk:
     indices: MutableMapping[type[nn.Module], int]
     fallback: torch.device | None
     pairs: dict[nn.Module, nn.Module] = field(default_factory=dict)
-    sites: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
-    originals: list[nn.Module] = field(default_factory=list)
+    sites: list[tuple[nn.Module, str, nn.Module, nn.Module]] = field(default_factory=list)  # parent, name, old, new
     decided: dict[nn.Module, nn.Module] = field(default_factory=dict)  # module: what is in its place at the end
 
     def visit_children(self, parent: nn.Module, depth: int = 0) -> None:
         for name, child in parent._modules.items():
             if child is None:
                 continue
-            if child in self.decided:
-                final = self.decided[child]
-            else:
+            if child not in self.decided:
                 self.decided[child] = child  # a module that contains itself is not asked twice
-                final = self.decided[child] = self._decide(child, depth)
-            if final is not child:
-                self.sites.append((parent, name, final))
-                self.originals.append(child)
+                self.decided[child] = self._decide(child, depth)
+            if self.decided[child] is not child:
+                self.sites.append((parent, name, child, self.decided[child]))
 
     def _decide(self, module: nn.Module, depth: int) -> nn.Module:
         training = module.training  # a policy that wraps the module may change it
@@ -171,8 +167,7 @@ def update_params_in_optimizer(old_params: Parameters, new_params: Parameters, o
     _exchange([_plan_exchange(_named(old_params), _named(new_params), _as_list(optimizers))])
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Exchange:
+class _Exchange(NamedTuple):
     """What leaves which group, and what enters one of them."""
 
     removed: list[tuple[Optimizer, dict, nn.Parameter]]
@@ -208,27 +203,21 @@ def _find(parameter: nn.Parameter, optimizers: list[Optimizer]) -> tuple[Optimiz
     return None
 
 
-def _plan_exchange(
-    old: Sequence[_Named],
-    new: Sequence[_Named],
-    optimizers: list[Optimizer],
-) -> _Exchange:
+def _plan_exchange(old: Sequence[_Named], new: Sequence[_Named], optimizers: list[Optimizer]) -> _Exchange:
     """Find out what has to change, and reject what cannot be decided."""
     old_ids, new_ids = {id(p) for _, p in old}, {id(p) for _, p in new}
-    leaving = [p for _, p in old if id(p) not in new_ids]
     added = [(name, p) for name, p in new if id(p) not in old_ids]
     removed = []
-    for parameter in leaving:
+    for parameter in [p for _, p in old if id(p) not in new_ids]:
         home = _find(parameter, optimizers)
         if home is None:
             raise RuntimeError(
-                f"a parameter of shape {tuple(parameter.shape)} is to be removed, but it is not in "
-                f"any of the {len(optimizers)} optimizers given. Pass the optimizer that trains it, or make the optimizer after the "
-                "surgery."
+                f"a parameter of shape {tuple(parameter.shape)} is to be removed, but it is not in any of the {len(optimizers)} "
+                "optimizers given. Pass the optimizer that trains it, or make the optimizer after the surgery."
             )
         removed.append((*home, parameter))
     if not added:
-        return _Exchange(removed=removed, target=None, added=[])
+        return _Exchange(removed, None, [])
 
     # Where nothing leaves (a layer wrapped inside its replacement) the parameters that stay say which group it is.
     staying = [home for _, p in old if id(p) in new_ids and (home := _find(p, optimizers)) is not None]
@@ -251,7 +240,7 @@ def _plan_exchange(
         raise RuntimeError(
             "the optimizer keeps parameter names, so the new parameters need names too: pass (name, parameter) pairs."
         )
-    return _Exchange(removed=removed, target=target, added=added)
+    return _Exchange(removed, target, added)
 
 
 def _exchange(plans: list[_Exchange]) -> None:
@@ -279,10 +268,7 @@ def _exchange(plans: list[_Exchange]) -> None:
 
 
 def _update_optimizers(
-    model: nn.Module,
-    pairs: dict[nn.Module, nn.Module],
-    before: dict[nn.Parameter, None],
-    optimizers: list[Optimizer],
+    model: nn.Module, pairs: dict[nn.Module, nn.Module], before: set[nn.Parameter], optimizers: list[Optimizer]
 ) -> None:
     """Exchange the parameters of replaced modules, except those that other parts of the model still use."""
     if not optimizers:
@@ -290,9 +276,8 @@ def _update_optimizers(
     names = {parameter: name for name, parameter in model.named_parameters()}
     plans = []
     for old, new in pairs.items():
-        known = [
-            (None, p) for p in old.parameters() if p in before and (p.requires_grad or _find(p, optimizers) is not None)
-        ]
+        held = [p for p in old.parameters() if p in before]
+        known = [(None, p) for p in held if p.requires_grad or _find(p, optimizers) is not None]
         still_used = [(names[p], p) for _, p in known if p in names]
         fresh = [(names[p], p) for p in new.parameters() if p in names and p not in before]
         if not known and not any(p.requires_grad for _, p in fresh):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.module.vocabulary_parallel import know_split_logits
-from drivetrain.module.wrapping import written_class
+from drivetrain.module.wrapping import parameter_places, written_class
 
 if TYPE_CHECKING:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -110,7 +110,7 @@ def parallelize(
     from torch.distributed.tensor.parallel import parallelize_module
 
     modules = dict(model.named_modules())
-    ties = shared_places(model)
+    ties = [found for found in parameter_places(model).values() if len(found) > 1]
     for name, module in modules.items():
         if prepare is not None:
             prepare(name, module)
@@ -145,16 +145,6 @@ class _Waited(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> Tensor:
         return grad
-
-
-def shared_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return all names of every parameter that is registered more than once."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, name))
-    return [found for found in places.values() if len(found) > 1]
 
 
 def _tie_again(ties: list[list[tuple[nn.Module, str]]]) -> None:

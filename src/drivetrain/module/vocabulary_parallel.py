@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from drivetrain.module.chunked_loss import mean_of_kept
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.loss_items import active_watch
-from drivetrain.module.wrapping import GeneratedClass, subclass_of
+from drivetrain.module.wrapping import GeneratedClass, add_mixin
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -64,7 +64,7 @@ class SplitLogitsModel(GeneratedClass):
 def know_split_logits(model: nn.Module, head: nn.Module) -> None:
     """Make a head return a distributed tensor in training only, and its model compute with it."""
     head.register_forward_hook(_leave)
-    model.__class__ = subclass_of(type(model), SplitLogitsModel)
+    add_mixin(model, SplitLogitsModel)
 
 
 def _leave(head: nn.Module, args: object, out: Any) -> object:

@@ -16,7 +16,7 @@ not fit is found before anything is changed and reported in one error.
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -32,11 +32,7 @@ from drivetrain.module.distributed_tensors import fit_tensor
 _SHELLS_IMPORTED_LATE = (
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
     ("torch.distributed.fsdp", "FullyShardedDataParallel", "_fsdp_wrapped_module"),
-    (
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-        "ActivationWrapper",
-        "_checkpoint_wrapped_module",
-    ),
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
 )
 _PRIVATE_COMPONENTS = frozenset(attribute for _, _, attribute in _SHELLS_IMPORTED_LATE)
 
@@ -97,12 +93,7 @@ def unwrap(model: nn.Module, keep_compile: bool = False) -> nn.Module:
     if not (keep_compile and is_compiled_shell(model)):
         return unwrap(inner, keep_compile)
     bare = unwrap(inner, keep_compile)
-    return model if bare is inner else _recompiled(model, bare)
-
-
-def _recompiled(shell: nn.Module, inner: nn.Module) -> nn.Module:
-    """Put the compile settings of one shell around another module."""
-    return type(shell)(inner, shell.dynamo_ctx)
+    return model if bare is inner else type(model)(bare, model.dynamo_ctx)
 
 
 def clean_name(name: str) -> str:
@@ -147,6 +138,16 @@ def named_clean_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter
         yield firsts.get(clean, clean), parameter
 
 
+def parameter_places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Return the modules and names under which each parameter of a model is registered; several for tied ones."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(parameter, []).append((module, name))
+    return places
+
+
 class GeneratedClass:
     """Marks classes made by `subclass_of`; the class the user wrote is the next base."""
 
@@ -167,6 +168,13 @@ def subclass_of(base: type[nn.Module], mixin: type[GeneratedClass]) -> type[nn.M
         name = mixin.__name__ + base.__name__
         _generated[key] = type(name, (mixin, base), {"__module__": base.__module__, "__qualname__": name})
     return _generated[key]
+
+
+def add_mixin(module: nn.Module, mixin: type[GeneratedClass], **fields: object) -> None:
+    """Put `mixin` before the class of a module, in place and once, and set attributes of this instance."""
+    module.__dict__.update(fields)
+    if not isinstance(module, mixin):
+        module.__class__ = subclass_of(type(module), mixin)
 
 
 def _new_instance(mixin: type[GeneratedClass], base: type[nn.Module]) -> nn.Module:
@@ -227,33 +235,31 @@ def load_clean_state_dict(
     given = _without_prefixes(state, real_keys)
     faults = _faults(module, given, {name: live[key] for name, key in real_keys.items()})
     if strict and faults:
-        raise StateError(
-            f"the state does not fit {type(module).__name__}; nothing was loaded.\n  "
-            + "\n  ".join(_fault_line(fault, real_keys) for fault in faults)
-        )
+        lines = "\n  ".join(_fault_line(fault, real_keys) for fault in faults)
+        raise StateError(f"the state does not fit {type(module).__name__}; nothing was loaded.\n  {lines}")
     unfitting = {fault.name for fault in faults if fault.kind == "unfitting"}
     loadable: OrderedDict[str, object] = OrderedDict()
     for name, value in given.items():
         if name not in unfitting:
             key = real_keys.get(name, name)
             loadable[key] = fit_tensor(value, live[key]) if key in live and isinstance(value, Tensor) else value
-    metadata = getattr(state, "_metadata", None)
-    if metadata is not None:
-        loadable._metadata = _real_metadata(module, metadata)  # type: ignore[attr-defined]
+    if (metadata := getattr(state, "_metadata", None)) is not None:  # a shell gets its inner module's
+        paths = {path: clean_key(module, path) for path, _ in module.named_modules()}
+        named = _without_prefixes(metadata, paths.values())
+        loadable._metadata = OrderedDict((path, named[name]) for path, name in paths.items() if name in named)  # type: ignore[attr-defined]
     try:
         result = module.load_state_dict(loadable, strict=strict)
     except RuntimeError as error:  # a module with its own way of loading found a fault
         raise StateError(f"the state does not fit {type(module).__name__}: {error}") from error
-    return [clean_key(module, key) for key in result.missing_keys], [
-        clean_key(module, key) for key in result.unexpected_keys
-    ]
+    missing, unexpected = ([clean_key(module, key) for key in keys] for keys in result)
+    return missing, unexpected
 
 
 def state_faults(module: nn.Module, state: Mapping[str, object]) -> list[StateFault]:
     """Return what `load_clean_state_dict` would raise for a state, without loading it."""
     bare = unwrap(module)
     live = clean_state_dict(bare)
-    return _faults(bare, _without_prefixes(state, dict.fromkeys(live, "")), live)
+    return _faults(bare, _without_prefixes(state, live), live)
 
 
 def _faults(module: nn.Module, given: Mapping[str, object], live: Mapping[str, Tensor]) -> list[StateFault]:
@@ -274,29 +280,23 @@ def _fault_line(fault: StateFault, valid: Mapping[str, str]) -> str:
     return f"{fault.name}: {fault.kind}" + (f" (nearest: {near})" if near else "")
 
 
-def _without_prefixes(state: Mapping[str, object], names: Mapping[str, str]) -> dict[str, object]:
-    """Take wrapper prefixes off the given keys, in the way under which most of them are known."""
-
-    def front(key: str) -> str:
-        return key.removeprefix("module.")
+def _without_prefixes(state: Mapping[str, object], names: Collection[str]) -> dict[str, object]:
+    """Remove wrapper prefixes from the given keys, in the way under which most of them are known."""
 
     def everywhere(key: str) -> str:
         return ".".join(part for part in clean_name(key).split(".") if part != "module")
 
-    def private(key: str) -> str:
-        return clean_name("module." + key)
-
-    ways: list[Callable[[str], str]] = [str, private, front, clean_name, everywhere]
-    best: list[str] = []
-    most = -1
-    for way in ways:
-        keys = [way(key) for key in state]
-        known = sum(key in names for key in keys)
-        if known > most and len(set(keys)) == len(keys):
-            best, most = keys, known
-        if most == len(keys):
-            break
-    return dict(zip(best, state.values()))
+    ways: list[Callable[[str], str]] = [
+        str,
+        lambda key: clean_name(f"module.{key}"),
+        lambda key: key.removeprefix("module."),
+        clean_name,
+        everywhere,
+    ]
+    cleaned = [[way(key) for key in state] for way in ways]
+    distinct = [keys for keys in cleaned if len(set(keys)) == len(keys)]
+    known = set(names)
+    return dict(zip(max(distinct, key=lambda keys: sum(key in known for key in keys)), state.values()))
 
 
 def _fits(value: object, live: Tensor) -> bool:
@@ -321,10 +321,3 @@ def _loaded_in_own_way(module: nn.Module) -> tuple[Callable[[str], bool], Callab
         return lambda name: any(not prefix or name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
     return under(inventing), under(reshaping)
-
-
-def _real_metadata(module: nn.Module, metadata: Mapping[str, object]) -> "OrderedDict[str, object]":
-    """Spread the metadata of clean names over the module's real paths; a shell gets its inner module's."""
-    paths = {path: clean_key(module, path) for path, _ in module.named_modules()}
-    given = _without_prefixes(metadata, {clean: path for path, clean in paths.items()})
-    return OrderedDict((path, given[clean]) for path, clean in paths.items() if clean in given)

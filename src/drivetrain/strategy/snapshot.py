@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.module.tensor_parallel import shared_places
+from drivetrain.module.wrapping import parameter_places
 
 
 class ModelSnapshot:
@@ -122,7 +122,7 @@ def materialise(
     model: nn.Module, device: torch.device, param_init_fn: Callable[[nn.Module], None] | None = None
 ) -> None:
     """Allocate memory for a model on the meta device, and let each module initialise its own parameters."""
-    ties = shared_places(model)
+    ties = list(parameter_places(model).values())
     model.to_empty(device=device)
     for places in ties:
         for module, key in places[1:]:
