@@ -9,7 +9,8 @@ the model is cut at module boundaries into about sixteen pieces.
 
 import fnmatch
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import takewhile
 
 from torch import nn
 
@@ -52,6 +53,11 @@ class BlockGroup:
         """Return whether this is a family of blocks and not a single leftover unit."""
         return len(self.members) > 1
 
+    @property
+    def named(self) -> list[tuple[str, nn.Module]]:
+        """Names and members."""
+        return list(zip(self.names, self.members))
+
 
 def find_blocks(model: nn.Module, sample: object = None) -> list[BlockGroup]:
     """Return the block groups of a model in definition order.
@@ -85,8 +91,7 @@ def find_blocks(model: nn.Module, sample: object = None) -> list[BlockGroup]:
 
 def repeated_blocks(model: nn.Module, sample: object = None) -> list[tuple[str, nn.Module]]:
     """Return name and module of every block of every family, in definition order; empty when no class repeats."""
-    groups = [group for group in find_blocks(model, sample) if group.repeats]
-    return [pair for group in groups for pair in zip(group.names, group.members)]
+    return [pair for group in find_blocks(model, sample) if group.repeats for pair in group.named]
 
 
 def select_modules(model: nn.Module, what: object, *, where: str = "blocks") -> list[tuple[str, nn.Module]]:
@@ -97,8 +102,7 @@ def select_modules(model: nn.Module, what: object, *, where: str = "blocks") -> 
     """
     root = unwrap(model)
     if isinstance(what, str) and what == "auto":
-        groups = find_blocks(root)
-        return [pair for group in groups for pair in zip(group.names, group.members)]
+        return [pair for group in find_blocks(root) for pair in group.named]
     wanted = list(what) if isinstance(what, list | tuple | set | frozenset) else [what]
     chosen: dict[str, nn.Module] = {}
     for item in wanted:
@@ -153,34 +157,32 @@ def _go_down(family: Family, sizes: _Sizes, fake_run: FakeRun | None) -> list[Fa
     found_inside = {
         module for parts in inner.values() for part in parts for member in part.members for module in member.modules()
     }
-    merged = [_with_lone_members(Family.joined(parts), family, found_inside) for parts in inner.values()]
+    merged = [_across_stages(parts, family, found_inside) for parts in inner.values()]
     if sum(sizes.of(part.members) for part in merged) < _MIN_COVERAGE * sizes.of(family.members):
         return [family]
     return [deeper for part in merged for deeper in _go_down(part, sizes, fake_run)]
 
 
-def _with_lone_members(family: Family, outer: Family, taken: set[nn.Module]) -> Family:
-    """Add the blocks of stages that have only one, and therefore no family."""
-    names: list[str] = []
-    members: list[nn.Module] = []
-    known = dict(zip(family.members, family.names))
+def _across_stages(parts: list[Family], outer: Family, taken: set[nn.Module]) -> Family:
+    """Return one family with the blocks of all stages, also of those that have only one block and therefore no family."""
+    known = {member: name for part in parts for name, member in zip(part.names, part.members)}
+    cls, found = parts[0].cls, dict[nn.Module, str]()
     for prefix, stage in zip(outer.names, outer.members):
-        here = [(known[module], module) for module in stage.modules() if module in known]
-        lone = [
-            (f"{prefix}.{name}", module)
-            for name, module in stage.named_modules()
-            if written_class(module) is family.cls and module not in taken
-        ]
-        for name, module in here or lone[:1]:
-            names.append(name)
-            members.append(module)
-    return replace(family, names=tuple(names), members=tuple(members))
+        here = {module: known[module] for module in stage.modules() if module in known}
+        alike = ((f"{prefix}.{name}", m) for name, m in stage.named_modules() if written_class(m) is cls)
+        lone = next(((name, module) for name, module in alike if module not in taken), None)
+        if here:
+            found |= here
+        elif lone is not None:
+            found[lone[1]] = lone[0]
+    return Family(cls=cls, names=tuple(found.values()), members=tuple(found), owner=parts[0].owner)
 
 
 def _leftover_units(root: nn.Module, families: list[Family], sizes: _Sizes, missing: float) -> list[Family]:
     """Return the largest subtrees outside the families that make up for what is missing."""
-    taken = {module for family in families for member in family.members for module in member.modules()}
-    ancestors = _ancestors(root, {member for family in families for member in family.members})
+    members = {member for family in families for member in family.members}
+    taken = {module for member in members for module in member.modules()}
+    ancestors = {m for m in root.modules() if m not in members and not members.isdisjoint(m.modules())}
     smallest = max(sizes.total // _NUM_UNITS, _MIN_UNIT)
     units: list[tuple[str, nn.Module]] = []
 
@@ -212,34 +214,14 @@ def _leftover_units(root: nn.Module, families: list[Family], sizes: _Sizes, miss
     return chosen
 
 
-def _ancestors(root: nn.Module, members: set[nn.Module]) -> set[nn.Module]:
-    """Return every module that has a member somewhere inside it."""
-    return {
-        module
-        for module in root.modules()
-        if module not in members and any(child in members for child in module.modules())
-    }
-
-
 def _as_group(family: Family, sizes: _Sizes) -> BlockGroup:
-    params = sizes.of(family.members)
+    params, names = sizes.of(family.members), family.names
+    common = takewhile(lambda parts: len(set(parts)) == 1, zip(*(name.split(".")[:-1] for name in names)))
     return BlockGroup(
-        path=_common_path(family.names),
+        path=".".join(parts[0] for parts in common) if len(names) > 1 else names[0],
         cls=family.cls,
         members=family.members,
-        names=family.names,
+        names=names,
         params=params,
         share=params / sizes.total if sizes.total else 0.0,
     )
-
-
-def _common_path(names: tuple[str, ...]) -> str:
-    if len(names) == 1:
-        return names[0]
-    split = [name.split(".")[:-1] for name in names]
-    common = []
-    for parts in zip(*split):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    return ".".join(common)

@@ -6,14 +6,16 @@ can run between blocks. Compiling the whole model lets the compiler fuse across 
 
 import functools
 import types
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from drivetrain.core.errors import ConfigError, unknown_name
-from drivetrain.module.blocks import find_blocks, repeated_blocks
+from drivetrain.module.blocks import repeated_blocks, select_modules
 
 Scope = Literal["auto", "block", "model"]
 
@@ -29,7 +31,7 @@ def compile_module(model: nn.Module, scope: Scope = "auto", **torch_compile_kwar
         raise ConfigError(unknown_name("scope", scope, ["auto", "block", "model"], where="compile_module"))
     blocks = [] if scope == "model" else repeated_blocks(model)
     if scope == "block" and not blocks:
-        blocks = [pair for group in find_blocks(model) for pair in zip(group.names, group.members)]
+        blocks = select_modules(model, "auto")
     if not blocks:
         _compile_in_place(model, **torch_compile_kwargs)
         return model
@@ -53,15 +55,11 @@ def _compile_in_place(module: nn.Module, **torch_compile_kwargs: Any) -> None:
         module.compile(**torch_compile_kwargs)
 
 
-_callers: dict[type, Callable[..., object]] = {}
-
-
+@functools.cache
 def _caller(cls: type) -> Callable[..., object]:
     """Return a function that calls a module, with code of its own for each class: what is compiled is counted, and limited, by code."""
-    if cls not in _callers:
-        name = f"call_{cls.__name__}"
-        _callers[cls] = types.FunctionType(_call.__code__.replace(co_name=name), globals(), name)
-    return _callers[cls]
+    name = f"call_{cls.__name__}"
+    return types.FunctionType(_call.__code__.replace(co_name=name), globals(), name)
 
 
 def _call(module: nn.Module, *args: object, **kwargs: object) -> object:
@@ -79,19 +77,9 @@ def compile_loss(loss_func: Callable[..., object], **torch_compile_kwargs: Any) 
         compiled: Callable[..., object] = loss_func
     else:
         compiled = torch.compile(loss_func, **torch_compile_kwargs)
-    return _CopiedOut(compiled) if torch_compile_kwargs.get("mode") == "reduce-overhead" else compiled
-
-
-class _CopiedOut:
-    """A function whose tensors are copied when it returns."""
-
-    def __init__(self, function: Callable[..., object]):
-        self.function = function
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        from torch.utils._pytree import tree_map_only
-
-        return tree_map_only(Tensor, torch.clone, self.function(*args, **kwargs))
+    if torch_compile_kwargs.get("mode") != "reduce-overhead":
+        return compiled
+    return lambda *args, **kwargs: tree_map_only(Tensor, torch.clone, compiled(*args, **kwargs))
 
 
 def forget_shapes() -> None:
@@ -109,44 +97,33 @@ class GraphBreaks:
     """Counts graphs and graph breaks from its creation on. Code at a graph break runs uncompiled and ends a fusion."""
 
     def __init__(self) -> None:
-        self._before, self._graphs_before = self._counted(), self._graphs()
-
-    def reasons(self) -> dict[str, int]:
-        """Return how often each reason occurred."""
-        now = self._counted()
-        return {reason: more for reason, count in now.items() if (more := count - self._before.get(reason, 0)) > 0}
+        self._breaks, self._graphs = self._counted()
 
     def report(self) -> str:
         """Report the number of graph breaks and the first reasons, or that no graph was made."""
-        reasons = self.reasons()
+        breaks, graphs = self._counted()
+        reasons = breaks - self._breaks
         if not reasons:
-            if self._graphs() == self._graphs_before:
+            if graphs == self._graphs:
                 return "no graph was made: nothing is compiled, or this process compiled it before"
             return "no graph breaks"
-        total = sum(reasons.values())
+        total = reasons.total()
         shown = "; ".join(reason.strip().splitlines()[0][:100] for reason in list(reasons)[:3])
         return f"{total} graph break{'s' if total > 1 else ''} ({shown})"
 
     @staticmethod
-    def _counted() -> dict[str, int]:
+    def _counted() -> tuple[Counter[str], int]:
         from torch._dynamo.utils import counters
 
-        return dict(counters["graph_break"])
-
-    @staticmethod
-    def _graphs() -> int:
-        from torch._dynamo.utils import counters
-
-        return int(counters["stats"]["unique_graphs"])
+        return Counter(counters["graph_break"]), counters["stats"]["unique_graphs"]
 
 
 def set_recompile_limit(n: int) -> int:
     """Set how often one function may be recompiled for new shapes before it runs uncompiled; return the old limit."""
-    import torch._dynamo
+    from torch._dynamo import config
 
     if n < 1:
         raise ConfigError(f"recompile limit {n} is not valid: it must be at least 1.")
-    config = torch._dynamo.config
     old = config.recompile_limit
     config.recompile_limit = n
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, n)

@@ -47,9 +47,10 @@ class TransparentDDP(DistributedDataParallel):
     def __setattr__(self, name: str, value: Any) -> None:
         fields = self.__dict__
         own_names = fields.get("_own_names")
-        if own_names is None or name in fields or name in own_names or name == "module" or hasattr(type(self), name):
-            super().__setattr__(name, value)
-        elif hasattr(self.module, name):
+        is_own = (
+            own_names is None or name in fields or name in own_names or name == "module" or hasattr(type(self), name)
+        )
+        if not is_own and hasattr(self.module, name):
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
@@ -78,7 +79,10 @@ def wrap_ddp(model: nn.Module, device: torch.device | str | None = None, **kw: o
     """
     if isinstance(model._orig_mod if is_compiled_shell(model) else model, DistributedDataParallel):
         return model
-    _check_keywords(kw)
+    valid = [name for name in inspect.signature(DistributedDataParallel).parameters if name != "module"]
+    for name in kw:
+        if name not in valid:
+            raise TypeError("wrap_ddp: " + unknown_name("keyword", name, valid))
     if any(is_fully_sharded(module) for module in model.modules()):
         raise TypeError(
             f"{type(model).__name__} is sharded by fully_shard, which already averages gradients: do not wrap it in "
@@ -140,14 +144,3 @@ def rewrap_ddp(model: nn.Module, device: torch.device | str | None = None) -> nn
     if not isinstance(model, DistributedDataParallel):
         return model
     return wrap_ddp(model.module, device, **model.__dict__.get("_wrap_settings", {}))
-
-
-def _check_keywords(kw: dict[str, object]) -> None:
-    valid = [
-        name
-        for name in inspect.signature(DistributedDataParallel.__init__).parameters
-        if name not in ("self", "module")
-    ]
-    for name in kw:
-        if name not in valid:
-            raise TypeError("wrap_ddp: " + unknown_name("keyword", name, valid))

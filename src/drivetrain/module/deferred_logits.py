@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from drivetrain.core.errors import DrivetrainWarning, UnsupportedMethodError
 from drivetrain.module.chunked_loss import SoftmaxStep, linear_cross_entropy, loss_and_logit_gradients
@@ -92,19 +93,19 @@ class DeferredLogits:
     def __getitem__(self, index: Any) -> object:
         """Return some of the rows; an index that reaches the classes computes them."""
         parts = index if isinstance(index, tuple) else (index,)
-        if self._is_swapped or any(part is None for part in parts):
-            return self._computed("[]")[index]
-        used = sum(part.ndim if _is_mask(part) else 1 for part in parts if part is not Ellipsis)
-        full = bool(parts) and isinstance(parts[-1], slice) and parts[-1] == slice(None)
-        reaches = used >= self.ndim or (any(part is Ellipsis for part in parts) and parts[-1] is not Ellipsis)
-        if reaches and not full:
+        masks = [part for part in parts if isinstance(part, Tensor) and part.dtype == torch.bool]
+        used = sum(part is not Ellipsis for part in parts) + sum(mask.ndim - 1 for mask in masks)
+        has_dots = any(part is Ellipsis for part in parts)
+        reaches = used >= self.ndim or (has_dots and parts[-1] is not Ellipsis)
+        takes_all = bool(parts) and isinstance(parts[-1], slice) and parts[-1] == slice(None)
+        if self._is_swapped or any(part is None for part in parts) or (reaches and not takes_all):
             return self._computed("[]")[index]
         return self._like(self._hidden[index])
 
     def transpose(self, first: int, second: int) -> object:
         """Move the classes to dimension 1 or back without computing the logits. Other transpositions compute them."""
         if self.ndim == 3 and {first % 3, second % 3} == {1, 2}:
-            return self._like(self._hidden, is_swapped=not self._is_swapped)
+            return DeferredLogits(self._hidden, self._source, self._dtype, not self._is_swapped)
         return self._computed("transpose").transpose(first, second)
 
     def permute(self, *order: Any) -> object:
@@ -123,20 +124,13 @@ class DeferredLogits:
             return self._like(self._hidden, dtype=like.dtype)
         shape = getattr(torch.empty(self.shape, device="meta"), name)(*args, **kwargs).shape
         # Rows may be arranged again as long as the last dimension is that of the classes, whole and by itself.
-        if (
-            self._is_swapped
-            or not shape
-            or shape[-1] != self.shape[-1]
-            or shape[:-1].numel() != self.shape[:-1].numel()
-        ):
+        keeps_classes = shape[-1:] == self.shape[-1:] and shape[:-1].numel() == self.shape[:-1].numel()
+        if self._is_swapped or not keeps_classes:
             return getattr(self._computed(name), name)(*args, **kwargs)
         return self._like(self._hidden.reshape(*shape[:-1], self._hidden.shape[-1]))
 
-    def _like(
-        self, hidden: Tensor, dtype: torch.dtype | None = None, is_swapped: bool | None = None
-    ) -> "DeferredLogits":
-        swapped = self._is_swapped if is_swapped is None else is_swapped
-        return DeferredLogits(hidden, self._source, self._dtype if dtype is None else dtype, swapped)
+    def _like(self, hidden: Tensor, dtype: torch.dtype | None = None) -> "DeferredLogits":
+        return DeferredLogits(hidden, self._source, self._dtype if dtype is None else dtype, self._is_swapped)
 
     # What is computed.
 
@@ -152,8 +146,6 @@ class DeferredLogits:
                 return loss
         elif args and isinstance(args[0], DeferredLogits) and name in (*_RESHAPES, "transpose", "permute", "clone"):
             return getattr(args[0], name)(*args[1:], **kwargs)
-        from torch.utils._pytree import tree_map_only
-
         args, kwargs = tree_map_only(DeferredLogits, lambda value: value._computed(name), (args, kwargs))
         return function(*args, **kwargs)
 
@@ -174,44 +166,21 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg", "gt
     setattr(DeferredLogits, f"__{_name}__", _operate)
 
 
-def _is_mask(part: object) -> bool:
-    return isinstance(part, Tensor) and part.dtype == torch.bool
-
-
-def _chunked(
-    input: object,
-    target: object,
-    weight: object,
-    size_average: object,
-    ignore_index: int,
-    reduce: object,
-    reduction: str,
-    label_smoothing: float,
-) -> Tensor | None:
+def _chunked(input: object, target: object, **settings: Any) -> Tensor | None:
     """Return the loss in chunks, or None where cross entropy means more than that here."""
     if not isinstance(input, DeferredLogits) or not isinstance(target, Tensor) or target.is_floating_point():
         return None
-    legacy = size_average is not None or reduce is not None
-    ndim = input.ndim
-    fits = ndim == 2 or input._is_swapped
-    if weight is not None or legacy or reduction not in ("mean", "sum") or not fits:
+    is_unusual = any(settings.pop(name) is not None for name in ("weight", "size_average", "reduce"))
+    if is_unusual or settings["reduction"] not in ("mean", "sum") or not (input.ndim == 2 or input._is_swapped):
         return None
     head, source = input._source.head, input._source
+    hidden = input._hidden.reshape(-1, head.in_features)
     loss = linear_cross_entropy(
-        input._hidden.reshape(-1, head.in_features),
-        head.weight,
-        target.reshape(-1),
-        head.bias,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        reduction=reduction,
-        chunk=source.chunk,
-        step=source.step,
+        hidden, head.weight, target.reshape(-1), head.bias, chunk=source.chunk, step=source.step, **settings
     )
     source.is_chunked = True
     # As cross_entropy does under autocast, the result is float32; without it, the type of the logits.
-    wide = torch.is_autocast_enabled(loss.device.type)
-    return loss if wide else loss.to(input.dtype)
+    return loss if torch.is_autocast_enabled(loss.device.type) else loss.to(input.dtype)
 
 
 class DeferredSource:
@@ -254,8 +223,6 @@ class DeferredLoss(DeferredSource):
         """Compute the loss; while the model trains, its output holds hidden states."""
         if not self.head.training:
             return self.loss_func(*args)
-        from torch.utils._pytree import tree_flatten, tree_unflatten
-
         leaves, structure = tree_flatten(args[self.position])
         if isinstance(leaves[self.leaf], DeferredLogits):
             return self.loss_func(*args)
@@ -265,13 +232,9 @@ class DeferredLoss(DeferredSource):
 
 
 def find_final_linear(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[str, int, bool]:
-    """Return the name of the linear layer whose output the model returns unchanged, which of its output tensors that is, and
-    whether the model also computes a loss.
-
-    The model runs once on fake tensors, which costs neither memory nor arithmetic.
+    """Return the name of the linear layer whose output a model returns unchanged, which of the model's output tensors that is, and whether
+    the model also computes a loss. It runs once on fake tensors.
     """
-    from torch.utils._pytree import tree_leaves
-
     made: list[tuple[str, Tensor]] = []
     with ExitStack() as hooks:
         for name, module in model.named_modules():

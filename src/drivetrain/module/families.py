@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
 
 from drivetrain.module.probing import call_on_fake_tensors
 from drivetrain.module.wrapping import written_class
@@ -35,13 +36,6 @@ class Family:
     is_chain: bool = False
     """Whether the row is in nn.Sequential, so that its members certainly run one after another."""
 
-    @staticmethod
-    def joined(parts: "list[Family]") -> "Family":
-        """Return one family with the members of several, such as the blocks of all stages."""
-        names = tuple(name for part in parts for name in part.names)
-        members = tuple(member for part in parts for member in part.members)
-        return Family(cls=parts[0].cls, names=names, members=members, owner=parts[0].owner)
-
 
 def is_plain_container(module: nn.Module) -> bool:
     """Return whether a module only holds others: torch's own ModuleList, Sequential or ModuleDict, not a subclass."""
@@ -50,13 +44,11 @@ def is_plain_container(module: nn.Module) -> bool:
 
 def find_families(root: nn.Module, prefix: str = "") -> list[Family]:
     """Return the outermost families below a module."""
-    found: list[Family] = []
-    _search(root, prefix, root, found, set())
-    return found
+    return list(_search(root, prefix, root, set()))
 
 
-def _search(module: nn.Module, name: str, owner: nn.Module, found: list[Family], seen: set[nn.Module]) -> None:
-    """Look for families in the rows of one module, and below whatever is in none."""
+def _search(module: nn.Module, name: str, owner: nn.Module, seen: set[nn.Module]) -> Iterator[Family]:
+    """Yield the families in the rows of one module, and below whatever is in none."""
     if module in seen:
         return
     seen.add(module)
@@ -69,10 +61,10 @@ def _search(module: nn.Module, name: str, owner: nn.Module, found: list[Family],
         for cls, children in by_class.items():
             if len(children) > 1 and not _is_layer(children):
                 names, members = tuple(children.values()), tuple(children)
-                found.append(Family(cls=cls, names=names, members=members, owner=owner, is_chain=is_chain))
+                yield Family(cls=cls, names=names, members=members, owner=owner, is_chain=is_chain)
                 seen.update(children)
         for child_name, child in row:
-            _search(child, child_name, owner, found, seen)
+            yield from _search(child, child_name, owner, seen)
 
 
 def _rows(module: nn.Module, name: str) -> Iterator[tuple[list[Named], bool]]:
@@ -85,12 +77,12 @@ def _rows(module: nn.Module, name: str) -> Iterator[tuple[list[Named], bool]]:
     in_row = {child for row in numbered for _, child in row}
     for row in numbered:
         yield _expanded(row), False
-    others = [(child_name, child) for child_name, child in children if child not in in_row]
+    others = [pair for pair in children if pair[1] not in in_row]
     if isinstance(module, nn.ModuleDict):  # its values are a row; containers among them stay apart, they have names
         yield [pair for pair in others if not is_plain_container(pair[1])], False
         others = [pair for pair in others if is_plain_container(pair[1])]
-    for child_name, child in others:
-        yield [(child_name, child)], False
+    for pair in others:
+        yield [pair], False
 
 
 def _numbered_rows(children: list[Named]) -> list[list[Named]]:
@@ -186,8 +178,6 @@ class FakeRun:
 
 
 def _nodes(value: object) -> list[Node]:
-    from torch.utils._pytree import tree_leaves
-
     return [leaf.grad_fn for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
 
 

@@ -6,7 +6,6 @@ model returns plain tensors instead, and `save_pretrained()` of models that have
 
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -33,8 +32,15 @@ def full_state_dict(model: nn.Module, *, prefix: str = "") -> StateDict:
     """
     module = unwrap(model)
     state = type(module).state_dict(module, keep_vars=True)
-    if any(is_dtensor(value) for value in state.values()):
-        _meet(f"the weights of {type(module).__name__} are gathered from all ranks")
+    if any(map(is_dtensor, state.values())):
+        try:
+            dist.monitored_barrier(control_group(), timeout=DEADLINE, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise DistributedError(
+                f"the weights of {type(module).__name__} are gathered from all ranks, but not every rank arrived within "
+                f"{DEADLINE.total_seconds():.0f} s. Call state_dict() or save_pretrained() of a sharded model on all ranks, not under a "
+                "condition such as `if is_master():`, and use the result on one of them."
+            ) from error
     whole: dict[int, object] = {}  # a parameter under two names stays one tensor
     result: OrderedDict[str, object] = OrderedDict()
     for key, value in state.items():
@@ -57,8 +63,7 @@ def gather_on_request(model: nn.Module) -> None:
 def give_parts_again(model: nn.Module) -> None:
     """Undo `gather_on_request`."""
     for name in ("state_dict", "save_pretrained"):
-        with suppress(KeyError):
-            del unwrap(model).__dict__[name]
+        unwrap(model).__dict__.pop(name, None)
 
 
 def _state_dict(module: nn.Module, *args: object, **kwargs: Any) -> object:
@@ -85,14 +90,3 @@ def _whole(value: object) -> object:
     if not isinstance(value, Tensor):
         return value
     return value.full_tensor().detach().cpu() if is_dtensor(value) else value.detach()  # type: ignore[attr-defined]
-
-
-def _meet(purpose: str) -> None:
-    """Wait for all ranks, and name those that did not come."""
-    try:
-        dist.monitored_barrier(control_group(), timeout=DEADLINE, wait_all_ranks=True)
-    except RuntimeError as error:
-        raise DistributedError(
-            f"{purpose}, but not every rank arrived within {DEADLINE.total_seconds():.0f} s. Call state_dict() or save_pretrained() of a "
-            "sharded model on all ranks, not under a condition such as `if is_master():`, and use the result on one of them."
-        ) from error

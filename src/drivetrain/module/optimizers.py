@@ -80,10 +80,7 @@ def _fill_momentum(optimizer: Optimizer) -> None:
 
 
 def split_optimizer(
-    build: Callable[..., Optimizer],
-    groups: Any,
-    settings: Mapping[str, object],
-    process_group: "ProcessGroup | None",
+    build: Callable[..., Optimizer], groups: Any, settings: Mapping[str, object], process_group: "ProcessGroup | None"
 ) -> Optimizer:
     """Return `build(groups, **settings)` with its state split over the ranks of a group."""
     return _split_class()(list(groups), optimizer_class=build, process_group=process_group, **settings)
@@ -250,10 +247,7 @@ def host_copy(value: Tensor, dtype: torch.dtype, pin_memory: bool) -> Tensor:
 
 
 def with_master_weights(
-    build: Callable[..., Optimizer],
-    masters: Mapping[int, nn.Parameter],
-    groups: Any,
-    settings: Mapping[str, object],
+    build: Callable[..., Optimizer], masters: Mapping[int, nn.Parameter], groups: Any, settings: Mapping[str, object]
 ) -> Optimizer:
     """Return `build(groups, **settings)` with every parameter replaced by its copy; `masters` maps identities to copies."""
     served: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -275,6 +269,6 @@ def with_master_weights(
         return {**group, "params": [replaced(parameter) for parameter in held]}
 
     optimizer = build([replaced_group(item) for item in groups], **settings)
-    optimizer.__class__ = _master_class(type(optimizer))
+    optimizer.__class__ = _master_class(type(optimizer))  # type: ignore[arg-type]
     optimizer.__dict__ |= {"_served": served, "_buffers": {}, "_versions": {id(p): p._version for p, _ in served}}
     return optimizer

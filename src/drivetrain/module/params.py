@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from drivetrain.core.errors import ConfigError, unknown_name
-from drivetrain.module.blocks import find_blocks
+from drivetrain.module.blocks import repeated_blocks
 from drivetrain.module.wrapping import named_clean_parameters, parameter_places, unwrap
 
 NamedParameters = tuple[tuple[str, nn.Parameter], ...]
@@ -83,13 +83,12 @@ class MuonGroups:
         width = max((len(name) for name, _ in self.reasons), default=0)
         to_muon = {name for name, _ in self.muon}
         lines = [
-            f"{'muon' if name in to_muon else 'other':5}  {name:{width}}  {reason}" for name, reason in self.reasons
-        ]
-        totals = [
             f"{label}: {len(group)} tensors, {sum(parameter.numel() for _, parameter in group):,} elements"
             for label, group in (("muon", self.muon), ("other", self.other))
         ]
-        return "\n".join([*totals, *lines])
+        for name, reason in self.reasons:
+            lines.append(f"{'muon' if name in to_muon else 'other':5}  {name:{width}}  {reason}")
+        return "\n".join(lines)
 
 
 def muon_groups(model: nn.Module, *, other: str | Iterable[str] = ()) -> MuonGroups:
@@ -102,9 +101,7 @@ def muon_groups(model: nn.Module, *, other: str | Iterable[str] = ()) -> MuonGro
     root = unwrap(model)
     excluded = select_parameters(root, other, where="other") if other else {}
     places, head = parameter_places(root), _output_head(root)
-    muon: list[tuple[str, nn.Parameter]] = []
-    rest: list[tuple[str, nn.Parameter]] = []
-    reasons = []
+    muon, rest, reasons = [], [], []
     for name, parameter in named_trainable(root):
         users = [module for module, _ in places[parameter]]
         reason = "named in `other`" if name in excluded else _unsuitable(name, parameter, users, head)
@@ -119,8 +116,7 @@ def _output_head(root: nn.Module) -> nn.Module | None:
     linear = [module for module in root.modules() if isinstance(module, nn.Linear)]
     if not linear:
         return None
-    groups = [group for group in find_blocks(root) if group.repeats]
-    inside = {module for group in groups for member in group.members for module in member.modules()}
+    inside = {module for _, block in repeated_blocks(root) for module in block.modules()}
     return None if linear[-1] in inside else linear[-1]
 
 
@@ -137,9 +133,8 @@ def _unsuitable(name: str, parameter: nn.Parameter, users: list[nn.Module], head
             return "normalisation"
         if "embed" in type(user).__name__.lower() or "embed" in name.rpartition(".")[2].lower():
             return "embedding"
-        if not type(user).__module__.startswith("torch.") and any(
-            next(child.parameters(), None) is not None for child in user.children()
-        ):
+        has_layers = any(next(child.parameters(), None) is not None for child in user.children())
+        if has_layers and not type(user).__module__.startswith("torch."):
             return "held next to layers, not by one: a table, token or gain"
         if parameter.ndim > 2 and not isinstance(user, _ConvNd):
             return "stack of matrices, not one"

@@ -47,11 +47,7 @@ class Split:
 
 
 def split_model(
-    model: nn.Module,
-    num_stages: int,
-    *,
-    split: str | Sequence[str] = "auto",
-    given: Mapping[str, object] | None = None,
+    model: nn.Module, num_stages: int, *, split: str | Sequence[str] = "auto", given: Mapping[str, object] | None = None
 ) -> Split:
     """Split a model into stages: at the modules that `split` names, or where the work is balanced.
 

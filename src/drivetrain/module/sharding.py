@@ -78,7 +78,8 @@ def shard_fully(
         if scalar not in ignored:
             scalar.data = scalar.data.to(mesh.device_type)
             if scalar.requires_grad:
-                _average_gradient(scalar, mesh)
+                # Averaging what is already the same on all ranks changes nothing, so several backward passes may accumulate.
+                scalar.register_post_accumulate_grad_hook(lambda tensor: _average(tensor.grad, mesh))
     return model
 
 
@@ -102,17 +103,15 @@ def rebind_optimizer(optimizer: Optimizer, old_names: Mapping[str, Tensor], mode
             if name not in new:
                 raise StateError("rebind_optimizer: " + unknown_name("parameter of the sharded model", name, new))
             pairs.append((old, new[name]))
-    states = {
-        id(old): _sharded_state(optimizer.state[old], old, fresh) for old, fresh in pairs if old in optimizer.state
-    }
-
+    states = [
+        (_sharded_state(optimizer.state[old], old, fresh), fresh) for old, fresh in pairs if old in optimizer.state
+    ]
     replacement = {id(old): fresh for old, fresh in pairs}
     for group in optimizer.param_groups:
         group["params"] = [replacement[id(old)] for old in group["params"]]
-    for old, fresh in pairs:
-        if old in optimizer.state:
-            del optimizer.state[old]
-            optimizer.state[fresh] = states[id(old)]
+    for old, _ in pairs:
+        optimizer.state.pop(old, None)
+    optimizer.state.update({fresh: state for state, fresh in states})
 
 
 def _sharded_state(state: Mapping[str, object], old: Tensor, new: Tensor) -> dict[str, object]:
@@ -162,9 +161,7 @@ def _units(model: nn.Module, wrap: object) -> list[nn.Module]:
     else:
         chosen = [module for _, module in select_modules(model, wrap, where="wrap")]
     # Reversed definition order puts children before parents; containers without forward cannot be units.
-    return [
-        module for module in reversed(chosen) if module is not model and type(module).forward is not nn.Module.forward
-    ]
+    return [m for m in reversed(chosen) if m is not model and type(m).forward is not nn.Module.forward]
 
 
 def _subtrees_of_size(model: nn.Module, smallest: int) -> list[nn.Module]:
@@ -172,9 +169,7 @@ def _subtrees_of_size(model: nn.Module, smallest: int) -> list[nn.Module]:
     chosen: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
-        size = sum(p.numel() for p in module.parameters(recurse=False)) + sum(
-            visit(child) for child in module.children()
-        )
+        size = sum(p.numel() for p in module.parameters(recurse=False)) + sum(map(visit, module.children()))
         if size < smallest or is_plain_container(module):
             return size
         chosen.append(module)
@@ -227,15 +222,8 @@ def _share_statistics(model: nn.Module, mesh: "DeviceMesh") -> None:
 
     They are small, and go in one message.
     """
-    import torch.distributed as dist
-
-    norms = [
-        norm
-        for norm in model.modules()
-        if isinstance(norm, nn.modules.batchnorm._BatchNorm)
-        and not isinstance(norm, nn.SyncBatchNorm)
-        and norm.running_mean is not None
-    ]
+    norms = [norm for norm in model.modules() if isinstance(norm, nn.modules.batchnorm._BatchNorm)]
+    norms = [norm for norm in norms if not isinstance(norm, nn.SyncBatchNorm) and norm.running_mean is not None]
     if not norms:
         return
 
@@ -245,26 +233,16 @@ def _share_statistics(model: nn.Module, mesh: "DeviceMesh") -> None:
         # By `.data`: backward in training mode does not read them, but autograd would notice that they have changed.
         held = [tensor.data for norm in norms for tensor in (norm.running_mean, norm.running_var) if tensor is not None]
         flat = torch.cat([tensor.reshape(-1).float() for tensor in held])
-        for dim in range(mesh.ndim):
-            dist.all_reduce(flat, group=mesh.get_group(dim))
-            flat /= mesh.size(dim)
+        _average(flat, mesh)
         for tensor, value in zip(held, flat.split([tensor.numel() for tensor in held])):
             tensor.copy_(value.view_as(tensor))
 
     model.register_forward_hook(average)
 
 
-def _average_gradient(parameter: nn.Parameter, mesh: "DeviceMesh") -> None:
-    """Average the gradient of a parameter that cannot be sharded, each time it has been accumulated.
-
-    Averaging what is already the same on all ranks changes nothing, so accumulation over several backward passes is right too.
-    """
-    import torch.distributed as dist
-
-    def average(tensor: Tensor) -> None:
-        assert tensor.grad is not None
-        for dim in range(mesh.ndim):
-            dist.all_reduce(tensor.grad, group=mesh.get_group(dim))
-            tensor.grad /= mesh.size(dim)
-
-    parameter.register_post_accumulate_grad_hook(average)
+def _average(tensor: Tensor | None, mesh: "DeviceMesh") -> None:
+    """Replace a tensor by its mean over the ranks of a mesh."""
+    assert tensor is not None
+    for dim in range(mesh.ndim):
+        torch.distributed.all_reduce(tensor, group=mesh.get_group(dim))
+        tensor /= mesh.size(dim)

@@ -385,11 +385,7 @@ def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
 
 
 def grad_norm(
-    parameters: Iterable[Tensor],
-    norm_type: float = 2.0,
-    *,
-    device: torch.device | str | None = None,
-    stages: int = 1,
+    parameters: Iterable[Tensor], norm_type: float = 2.0, *, device: torch.device | str | None = None, stages: int = 1
 ) -> Tensor:
     """Return the norm of the gradients over all ranks that hold parts of them. Full and sharded gradients may be mixed.
 

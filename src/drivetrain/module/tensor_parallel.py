@@ -47,24 +47,20 @@ def register_tp_plan(cls: type[nn.Module], plan: Mapping[str, object]) -> None:
 
 
 def find_tp_plan(model: nn.Module) -> dict[str, Any]:
-    """Return the plan of a model: registered for its class or for classes inside it, or the `tp_plan` of the model or an inner
-    module.
-    """
+    """Return the plan of a model: that registered for its class or classes inside it, or the `tp_plan` of the model or an inner module."""
+    prefixes = {module: f"{path}." if path else "" for path, module in model.named_modules()}
     found: dict[str, Any] = {}
-    for path, module in model.named_modules():
-        for cls in written_class(module).__mro__:
-            if cls in _registered:
-                found.update({f"{path}.{name}" if path else name: style for name, style in _registered[cls].items()})
-                break
+    for module, prefix in prefixes.items():
+        plan = next((_registered[cls] for cls in written_class(module).__mro__ if cls in _registered), {})
+        found |= {prefix + name: style for name, style in plan.items()}
     if found:
         return found
     outer: list[str] = []  # modules with plans, which are also those of what is inside them
-    for path, module in model.named_modules():  # a model of transformers may be inside a module of the user's own
+    for module, prefix in prefixes.items():  # a model of transformers may be inside a module of the user's own
         own = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
-        if isinstance(own, Mapping) and not any(path.startswith(prefix) for prefix in outer):
-            prefix = f"{path}." if path else ""
+        if isinstance(own, Mapping) and not any(map(prefix.startswith, outer)):
             outer.append(prefix)
-            found.update({prefix + name: style for name, style in _translated(module, own).items()})
+            found |= {prefix + name: style for name, style in _translated(module, own).items()}
     return found
 
 
@@ -85,9 +81,7 @@ def expand_tp_plan(model: nn.Module, plan: Mapping[str, object], size: int) -> d
         _check_style(pattern, style)
         names = [name for name in modules if name and fnmatch.fnmatchcase(name, pattern)]
         if not names:
-            raise ConfigError(
-                unknown_name("layer", pattern, [name for name in modules if name], where="tensor_parallel")
-            )
+            raise ConfigError(unknown_name("layer", pattern, list(modules)[1:], where="tensor_parallel"))
         for name in names:
             _check_divides(name, modules[name], style, size)
             result[name] = style
@@ -162,21 +156,18 @@ def _tie_again(ties: list[list[tuple[nn.Module, str]]]) -> None:
 
 
 def split_head(model: nn.Module, plan: Mapping[str, object], size: int) -> dict[str, Any] | None:
-    """Return a plan in which the head keeps the logits split until the loss, and the embedding matches; None if there is no such
-    head.
+    """Return a plan in which the head keeps the logits split until the loss, and the embedding matches; None without such a head.
 
     A head is a linear layer that gives one number for each word of an embedding. Where the two share their weight, the embedding is split
     by words too.
     """
     embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     for head, module in reversed(list(model.named_modules())):
-        if not isinstance(module, nn.Linear) or plan.get(head, "colwise_gather") not in (
-            "colwise_gather",
-            "vocabulary",
-        ):
+        may_split = plan.get(head, "colwise_gather") in ("colwise_gather", "vocabulary")
+        if not (isinstance(module, nn.Linear) and may_split) or module.out_features % size:
             continue
         own = {name: e for name, e in embeddings.items() if e.num_embeddings == module.out_features}
-        if not own or module.out_features % size:
+        if not own:
             continue
         result = {**plan, head: "vocabulary"}
         for name, embedding in own.items():
@@ -211,18 +202,14 @@ def features(module: nn.Module, style: str) -> int:
 
 def weight_dim(module: nn.Module, style: str) -> int:
     """Return the dimension of the weight that a style splits."""
-    splits_outputs = style != "rowwise"
-    if isinstance(module, nn.Embedding) or _is_transposed(module):
-        return 1 if splits_outputs else 0
-    return 0 if splits_outputs else 1
+    is_transposed = isinstance(module, nn.Embedding) or _is_transposed(module)
+    outputs = 1 if is_transposed else 0
+    return 1 - outputs if style == "rowwise" else outputs
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    return (
-        written_class(module).__name__ == "Conv1D"
-        and hasattr(module, "nf")
-        and getattr(module, "weight", None) is not None
-    )
+    is_conv1d = written_class(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    return is_conv1d and getattr(module, "weight", None) is not None
 
 
 def _check_divides(name: str, module: nn.Module, style: object, size: int) -> None:
@@ -245,7 +232,7 @@ def _check_divides(name: str, module: nn.Module, style: object, size: int) -> No
         )
 
 
-def _style(style: object, module: nn.Module, is_reduced: bool = True) -> Any:
+def _style(style: object, module: nn.Module, is_reduced: bool) -> Any:
     from torch.distributed.tensor import Partial, Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
@@ -255,21 +242,21 @@ def _style(style: object, module: nn.Module, is_reduced: bool = True) -> Any:
         return _transposed_style(style, is_reduced)
     if style == "rowwise" and not is_reduced:
         return RowwiseParallel(output_layouts=Partial(), use_local_output=False)
-    is_embedding = isinstance(module, nn.Embedding)
-    styles: dict[str, Callable[[], ParallelStyle]] = {
-        "colwise": lambda: ColwiseParallel(output_layouts=Replicate()) if is_embedding else ColwiseParallel(),
-        "colwise_gather": lambda: ColwiseParallel(output_layouts=Replicate()),
-        "vocabulary": lambda: ColwiseParallel(use_local_output=False),
-        "rowwise": lambda: RowwiseParallel(input_layouts=Replicate()) if is_embedding else RowwiseParallel(),
-        "sequence": SequenceParallel,
-        "heads": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+    whole = Replicate() if isinstance(module, nn.Embedding) else None
+    styles: dict[str, ParallelStyle] = {
+        "colwise": ColwiseParallel(output_layouts=whole),
+        "colwise_gather": ColwiseParallel(output_layouts=Replicate()),
+        "vocabulary": ColwiseParallel(use_local_output=False),
+        "rowwise": RowwiseParallel(input_layouts=whole),
+        "sequence": SequenceParallel(),
+        "heads": SequenceParallel(sequence_dim=2, use_local_output=True),
     }
-    return styles[style]()
+    return styles[style]
 
 
-def _transposed_style(style: str, is_reduced: bool = True) -> "ParallelStyle":
+def _transposed_style(style: str, is_reduced: bool) -> "ParallelStyle":
     """Return the style of a layer that keeps its weight as (inputs, outputs)."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
     from torch.distributed.tensor.parallel.style import ParallelStyle
 
     dim = 0 if style == "rowwise" else 1
@@ -286,8 +273,6 @@ def _transposed_style(style: str, is_reduced: bool = True) -> "ParallelStyle":
             return distribute_module(module, mesh, split, enter, leave)
 
     def enter(module: nn.Module, inputs: tuple[Tensor, ...], mesh: "DeviceMesh") -> Any:
-        from torch.distributed.tensor import DTensor
-
         return DTensor.from_local(inputs[0], mesh, [comes], run_check=False)
 
     def leave(module: nn.Module, outputs: "DTensor", mesh: "DeviceMesh") -> Any:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from drivetrain.module.chunked_loss import mean_of_kept
 from drivetrain.module.distributed_tensors import is_dtensor
@@ -71,18 +72,15 @@ def _leave(head: nn.Module, args: object, out: Any) -> object:
     return _marked(out) if head.training else out.full_tensor()
 
 
-class SplitLogitsLoss:
-    """Makes a loss function accept split logits."""
+def accepting_split_logits(loss_func: Callable[..., object]) -> Callable[..., object]:
+    """Return a loss function that accepts split logits."""
 
-    def __call__(self, loss_func: Callable[..., object]) -> Callable[..., object]:
-        from torch.utils._pytree import tree_map_only
+    def loss_of_split_logits(*args: object) -> object:
+        args = tree_map_only(Tensor, _marked, args)
+        with SplitLogits():
+            return loss_func(*args)
 
-        def loss_of_split_logits(*args: object) -> object:
-            args = tree_map_only(Tensor, _marked, args)
-            with SplitLogits():
-                return loss_func(*args)
-
-        return loss_of_split_logits
+    return loss_of_split_logits
 
 
 def gathered(value: Any) -> object:
@@ -113,9 +111,8 @@ def _cross_entropy(*args: object, **kwargs: object) -> Tensor | None:
     bound.apply_defaults()
     given = bound.arguments
     logits, target = given["input"], given["target"]
-    is_plain = (
-        given["weight"] is None and given["label_smoothing"] == 0 and given["reduction"] in ("mean", "sum", "none")
-    )
+    is_known = given["reduction"] in ("mean", "sum", "none")
+    is_plain = is_known and given["weight"] is None and given["label_smoothing"] == 0
     if logits.ndim != 2 or target.ndim != 1 or target.is_floating_point() or not is_plain:
         return None
     local = logits.to_local()

@@ -10,7 +10,7 @@ from torch import nn
 
 from drivetrain.core.errors import ConfigError, ConflictError, MethodConfigError, StrategyError
 from drivetrain.module.tensor_parallel import STYLES, expand_tp_plan, find_tp_plan, parallelize, split_head
-from drivetrain.module.vocabulary_parallel import SplitLogitsLoss
+from drivetrain.module.vocabulary_parallel import accepting_split_logits
 from drivetrain.strategy.method import Method, Option, Site, Stage
 from drivetrain.strategy.profile.values import divides_heads
 from drivetrain.strategy.registry import find_method
@@ -184,7 +184,7 @@ class TensorParallel(Method):
             self._run_on_pieces(ctx, mesh, pieces)
         ctx.note(f"tensor_parallel: {len(expanded)} layers over {mesh.size()} ranks")
         if "vocabulary" in expanded.values():
-            ctx.loss_changes.append(SplitLogitsLoss())
+            ctx.loss_changes.append(accepting_split_logits)
             ctx.note("tensor_parallel: in training, logits stay split over ranks until the loss")
         for remark in remarks:
             ctx.note(f"tensor_parallel: {remark}")
