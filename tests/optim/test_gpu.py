@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.module.loss_scaling import computes_in_float16
+from drivetrain.module.precision import computes_in_float16
 from drivetrain.optim import ConstantLr, CosineLr, OptimSet
 from tests.optim.models import EncoderDecoder, batches, losses_of, same, weights
 

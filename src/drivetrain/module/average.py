@@ -1,11 +1,10 @@
-"""The averaged weights of a model: one shadow for exponential averages (Polyak & Juditsky, 1992) and for equal-weight
-means (SWA, Izmailov et al., 2018).
+"""The averaged weights of a model: exponential averages (Polyak & Juditsky, 1992) and equal-weight means (SWA, Izmailov et al., 2018).
 
 The shadow holds trainable parameters and persistent buffers. Floating values are averaged, counters are copied. Averages of parameters in
 half precision are kept in float32, because a small step would be rounded away. Nothing here waits for the device.
 
-Swapping exchanges contents, not storage: parameters keep their identity and their addresses, which optimizers, captured CUDA graphs,
-flattened recurrent weights and sharded parameters rely on. It costs three copies of the weights, through a buffer of bounded size.
+Swapping exchanges contents, not storage: optimizers, captured CUDA graphs, flattened recurrent weights and sharded parameters rely on the
+addresses. It costs three copies of the weights, through a buffer of bounded size.
 """
 
 import operator

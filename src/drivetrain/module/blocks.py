@@ -1,10 +1,9 @@
 """Find the repeated blocks of any model: the units for checkpointing, compilation, sharding, pipeline cuts and cost.
 
-Nothing here knows the name of an architecture. Blocks are modules of one class that are side by side in a container,
-or as attributes with one stem and running numbers. The outermost such families are taken; a family goes one level down
-when a member holds more than a quarter of the model and consists of blocks itself (the stages of a Swin or ConvNeXt).
-Where families hold less than half of the parameters, large leftover subtrees are added; where there are none at all,
-the model is cut at module boundaries into about sixteen pieces.
+Blocks are modules of one class that are side by side in a container, or attributes with one stem and running numbers. The outermost such
+families are taken; a family goes one level down when a member holds more than a quarter of the model and consists of blocks itself (the
+stages of a Swin or ConvNeXt). Where families hold less than half of the parameters, large leftover subtrees are added; where there are none
+at all, the model is cut at module boundaries into about sixteen pieces.
 """
 
 import fnmatch

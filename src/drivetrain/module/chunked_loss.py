@@ -1,15 +1,13 @@
 """Cross entropy over a final linear layer without ever holding all of its outputs.
 
-With a large vocabulary the logits are the largest tensor of a step: for each token one number per word, again in float32 for the
-softmax, and again as a gradient. Here rows are taken in chunks: each chunk's logits give its loss and, at once, its part of the
-gradients of hidden states and weight; then they are dropped. What is kept for backward is those gradients, which are as large as the
-hidden states and the weight. Computing gradients in the forward pass follows Hsu et al., 2024 (Liger Kernel, arXiv 2410.10989); Wijmans et
-al., 2024 ("Cut Your Losses", arXiv 2411.09009) go further with a kernel of their own.
+With a large vocabulary the logits are the largest tensor of a step. Here rows are taken in chunks: each chunk's logits give its loss and,
+at once, its part of the gradients of hidden states and weight; then they are dropped (as in the Liger Kernel, Hsu et al., 2024, arXiv
+2410.10989; "Cut Your Losses", Wijmans et al., 2024, arXiv 2411.09009, goes further with its own kernel).
 
-The gradients are those of the *sum* of the losses, and the mean, a loss scale and the weight of an accumulation window come in through the
-gradient of the sum. No loss scale is known yet when they are formed. Entries of a softmax lie between zero and one, so float16 cannot
-overflow, but among a hundred thousand words most are smaller than float16 holds exactly: there they are multiplied by a power of two
-before they are rounded, and products with them are divided by it in float32.
+The gradients are those of the *sum* of the losses; the mean, a loss scale and the weight of an accumulation window come in through the
+gradient of the sum. Entries of a softmax lie between zero and one, so float16 cannot overflow, but among a hundred thousand words most are
+smaller than float16 holds exactly: there they are multiplied by a power of two before they are rounded, and products with them are divided
+by it in float32.
 """
 
 from collections.abc import Callable
@@ -101,8 +99,10 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 torch.mm(gradient, matrix, out=grad_hidden[first : first + chunk])
             elif grad_hidden is not None:
                 torch.mul(_product(gradient, matrix, wide), 1 / scale, out=grad_hidden[first : first + chunk])
-            if grad_weight is not None:
-                _add_product(grad_weight, gradient.t(), part)
+            if grad_weight is not None and dtype == wide:
+                grad_weight.addmm_(gradient.t(), part)
+            elif grad_weight is not None:
+                grad_weight += _product(gradient.t(), part, wide)
             if grad_bias is not None:
                 grad_bias += gradient.sum(0, dtype=wide)
         if scale != 1.0:
@@ -121,14 +121,6 @@ class _SummedCrossEntropy(torch.autograd.Function):
             for gradient, kind in zip(ctx.saved_tensors, ctx.kinds)
         ]
         return (*found, None, None, None, None, None, None)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right` to a wide sum."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total += _product(left, right, total.dtype)
 
 
 def _product(left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:

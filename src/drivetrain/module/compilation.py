@@ -49,7 +49,7 @@ def _compile_in_place(module: nn.Module, **torch_compile_kwargs: Any) -> None:
     classes still run uncompiled; that shows as a graph break.
     """
     if str(getattr(type(module).forward, "__module__", "")).startswith("torch."):
-        compiled = torch.compile(_caller(type(module)), **torch_compile_kwargs)
+        compiled = torch.compile(_caller(type(module)), **torch_compile_kwargs)  # type: ignore[arg-type]
         module._compiled_call_impl = functools.partial(compiled, module)
     else:
         module.compile(**torch_compile_kwargs)

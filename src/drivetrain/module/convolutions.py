@@ -1,12 +1,10 @@
 """Changes to convolutions: channels-last memory, and a first layer that whitens its patches.
 
-Channels-last: convolutions read all channels of a pixel together, which tensor cores and CPU kernels prefer. Only the memory
-layout of the kernels changes; shapes, names and values do not. Inputs must have the same layout, or every first layer converts
-them.
+Channels-last: convolutions read all channels of a pixel together, which tensor cores and CPU kernels prefer. Only the memory layout of
+kernels and inputs changes, not shapes, names and values.
 
-Whitening (Page, 2018; Jordan, 2024, arXiv 2404.00498) sets the first layer from the data instead of learning it. Neighbouring
-pixels have nearly the same values. Projected on the principal directions of small patches and scaled to unit variance, the
-channels are uncorrelated and of equal size, which an optimizer would otherwise spend its first epochs on.
+Whitening (Page, 2018; Jordan, 2024, arXiv 2404.00498) sets the first layer from the data instead of learning it: projected on the
+principal directions of small patches and scaled to unit variance, channels are uncorrelated and of equal size.
 """
 
 import torch

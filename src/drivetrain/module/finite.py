@@ -1,12 +1,11 @@
 """Whether numbers are finite, and what happens to an update whose gradients are not: one test and one policy for every optimizer.
 
-The test is one kernel over all gradients. On a CPU the host reads its answer at once, which costs nothing. A fused optimizer on an
-accelerator takes the answer as a flag on the device and leaves weights and state alone; the host reads it two updates later. Any other
-optimizer there costs one read for each update.
+The test is one kernel over all gradients. On a CPU the host reads its answer at once. A fused optimizer on an accelerator takes the
+answer as a flag on the device and leaves weights and state alone; the host reads it two updates later. Any other optimizer there costs
+one read for each update.
 
-A loss that is not finite may have finite gradients. It therefore begins its backward pass with NaN instead of one, so that its gradients
-fail the test. On several ranks the flag itself is exchanged, one number for each update: gradients may be sharded, and a fault may
-spoil those of one rank after they were averaged.
+A loss that is not finite may have finite gradients, so its backward pass begins with NaN instead of one. On several ranks the flag itself
+is exchanged, one number for each update: gradients may be sharded, and a fault may spoil those of one rank after they were averaged.
 """
 
 import math
@@ -120,14 +119,13 @@ def nonfinite_state(items: Mapping[str, object]) -> list[str]:
         if isinstance(item, nn.Module):
             strict += [(f"{name}.{key}", p) for key, p in item.named_parameters() if p.requires_grad]
             buffers += [(f"{name}.{key}", buffer) for key, buffer in item.named_buffers()]
-        elif isinstance(getattr(item, "param_groups", None), list) and isinstance(
-            getattr(item, "state", None), Mapping
-        ):
-            for index, (parameter, kept) in enumerate(item.state.items()):
-                if isinstance(parameter, Tensor) and isinstance(kept, Mapping):
-                    tensors = {key: value for key, value in kept.items() if isinstance(value, Tensor)}
-                    alike = {key: value for key, value in tensors.items() if value.shape == parameter.shape}
-                    strict += [(f"{name}.{index}.{key}", value) for key, value in alike.items()]
+            continue
+        groups, state = getattr(item, "param_groups", None), getattr(item, "state", None)
+        held = state if isinstance(groups, list) and isinstance(state, Mapping) else {}
+        for index, (parameter, kept) in enumerate(held.items()):
+            if isinstance(parameter, Tensor) and isinstance(kept, Mapping):
+                tensors = [(f"{name}.{index}.{key}", v) for key, v in kept.items() if isinstance(v, Tensor)]
+                strict += [(key, tensor) for key, tensor in tensors if tensor.shape == parameter.shape]
     return nonfinite_names(strict) + nonfinite_names(buffers, only_nan=True)
 
 

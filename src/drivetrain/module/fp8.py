@@ -1,10 +1,9 @@
 """Linear layers whose matrix products run in 8-bit floating point (Micikevicius et al., 2022, arXiv 2209.05433).
 
-Values are scaled so that the largest magnitude of a tensor (or of each row) is the largest number of the 8-bit type: e4m3 for
-inputs and weights, e5m2, which has more range, for gradients. Scales are computed again in every pass, so there is no history to
-save. Parameters stay in their own precision. Where the device has no 8-bit matrix product, the rounded values are multiplied in
-float32: the same numbers, to test with and not to train with. Forward products add up with the fewer bits that the matrix units are
-fast with, those of gradients with all of float32's.
+Values are scaled so that the largest magnitude of a tensor (or of each row) is the largest number of the 8-bit type: e4m3 for inputs and
+weights, e5m2, which has more range, for gradients. Scales are computed again in every pass; parameters keep their own precision. Where the
+device has no 8-bit matrix product, the rounded values are multiplied in float32, to test with. Forward products add up with the fewer bits
+that the matrix units are fast with, those of gradients with all of float32's.
 """
 
 from collections.abc import Sequence

@@ -1,13 +1,11 @@
 """How gradients become their mean over the data ranks: by DDP, by `fully_shard`, or by this file where a wrapper cannot.
 
-Three facts decide how gradients of a part of a model can be computed. DDP's reducer needs every parameter's gradient exactly
-once, so anything less runs under `no_sync` and is averaged here. `fully_shard` fills gradients through hooks that
-`backward(inputs=...)` does not trigger, so all gradients are computed there and those of other parts restored. Compiled graphs
-free their buffers after one backward unless they are configured not to.
+DDP's reducer needs every parameter's gradient exactly once, so anything less runs under `no_sync` and is averaged here. `fully_shard`
+fills gradients through hooks that `backward(inputs=...)` does not trigger, so all gradients are computed there and those of other parts
+restored. Compiled graphs free their buffers after one backward unless they are configured not to.
 
-Our own average sends one flat tensor per type and about 25 MB, in the fixed order of the parameters, all at once. A gradient that
-is missing on one rank counts as zero. If it is missing on all ranks it stays missing, so that optimizers treat it as on one
-process.
+Our own average sends one flat tensor per type and about 25 MB, in the fixed order of the parameters, all at once. A gradient that is
+missing on one rank counts as zero. If it is missing on all ranks it stays missing, as on one process.
 """
 
 from collections.abc import Callable, Iterator, Sequence

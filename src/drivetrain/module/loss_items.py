@@ -32,6 +32,7 @@ _SCALINGS = frozenset({"mul", "__mul__", "__rmul__", "multiply", "div", "__trued
 _SUMS = frozenset({"add", "__add__", "__radd__"})
 _VALUES = frozenset({"float", "double", "half", "bfloat16", "squeeze", "reshape", "view", "neg", "__neg__", *_COPIES})
 """What may be done to a loss without changing what it is a mean over."""
+_OF_CLASSES = (F.cross_entropy, F.nll_loss)
 _ELEMENTWISE = (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div,
     F.soft_margin_loss, F.poisson_nll_loss, F.gaussian_nll_loss, F.hinge_embedding_loss,
@@ -196,15 +197,13 @@ class LossWatch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         tensors = tensors_in((args, kwargs))
         if name == "__setitem__" or any(tensor is result for tensor in tensors):
-            if name not in _COPIES and name not in _RESHAPES and name not in _VALUES:
+            if name not in _RESHAPES and name not in _VALUES:
                 self._forget(tensors[0])  # written to in place
             return
         if not isinstance(result, Tensor):
             return
-        if func in (F.cross_entropy, F.nll_loss):
-            self._keep(result, self._cross_entropy(func, args, kwargs))
-        elif func in _ELEMENTWISE or func in _PER_SAMPLE or func is F.ctc_loss:
-            self._keep(result, self._pointwise(func, args, kwargs))
+        if func in _OF_CLASSES or func in _ELEMENTWISE or func in _PER_SAMPLE or func is F.ctc_loss:
+            self._keep(result, self._of_loss(func, args, kwargs))
         elif any(tensor in self._losses for tensor in tensors):
             self._keep(result, self._combined(name, args, tensors))
         elif tensors and tensors[0] in self._labels:
@@ -243,15 +242,24 @@ class LossWatch(TorchFunctionMode):
                 return replace(labels, cut=cut)
         return None
 
-    def _cross_entropy(self, func: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> LossItems | None:
+    def _of_loss(self, func: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> LossItems | None:
+        """Return what the result of one of torch's loss functions counts."""
         given = _arguments(func, args, kwargs)
-        if given is None:
+        if given is None or (func in _SUMMED_WEIGHTS and given.get("weight") is not None):
             return UNKNOWN
-        target, reduction = given["target"], given["reduction"]
-        if target.is_floating_point():  # probabilities of classes: a mean over everything but those
-            size = target.numel() // target.shape[1 if target.ndim > 1 else 0]
-            return self._reduction(reduction, size)
-        return self._classes(target, given["weight"], given["ignore_index"], reduction)
+        first = next(value for value in given.values() if isinstance(value, Tensor))
+        target, reduction = given.get("target", first), given["reduction"]
+        if func in _OF_CLASSES and not target.is_floating_point():
+            return self._classes(target, given["weight"], given["ignore_index"], reduction)
+        if reduction not in ("mean", "batchmean"):
+            return SUM if reduction == "sum" else None
+        if func in _OF_CLASSES:  # probabilities of classes: a mean over everything but those
+            return self._of_size(target.numel() // target.shape[1 if target.ndim > 1 else 0])
+        if func is F.ctc_loss:
+            return self._of_size(first.shape[1] if first.ndim == 3 else 1)
+        if func in _PER_SAMPLE or reduction == "batchmean":
+            return self._of_size(first.shape[0] if first.ndim else 1)
+        return self._of_size(torch.broadcast_shapes(first.shape, target.shape).numel())
 
     def _classes(self, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str) -> LossItems | None:
         if reduction != "mean":
@@ -263,24 +271,6 @@ class LossWatch(TorchFunctionMode):
             kind="labels", path=labels.path, cut=labels.cut, ignore_index=ignore_index,
             weight=None if weight is None else weight.detach(), is_one_per_row=labels.ndim == 1 and weight is None,
         )  # fmt: skip
-
-    def _pointwise(self, func: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> LossItems | None:
-        given = _arguments(func, args, kwargs)
-        if given is None or (func in _SUMMED_WEIGHTS and given.get("weight") is not None):
-            return UNKNOWN
-        first = next(value for value in given.values() if isinstance(value, Tensor))
-        if func is F.ctc_loss:
-            size = first.shape[1] if first.ndim == 3 else 1
-        elif func in _PER_SAMPLE or given["reduction"] == "batchmean":
-            size = first.shape[0] if first.ndim else 1
-        else:
-            second = given.get("target", first)
-            size = torch.broadcast_shapes(first.shape, second.shape).numel()
-        reduction = "mean" if given["reduction"] == "batchmean" else given["reduction"]
-        return self._reduction(reduction, size)
-
-    def _reduction(self, reduction: str, size: int) -> LossItems | None:
-        return self._of_size(size) if reduction == "mean" else SUM if reduction == "sum" else None
 
     def _reduced(self, name: str, whole: Tensor, result: Tensor) -> LossItems:
         """Return what the mean or the sum of a whole tensor counts."""
@@ -306,9 +296,8 @@ class LossWatch(TorchFunctionMode):
         found = [self._losses.get(tensor, UNKNOWN) for tensor in tensors]
         first = found[0]
         if len(found) == 1:
-            if name in ("mean", "sum", "__pos__") and tensors[0].ndim == 0:
-                return first
-            if name in _VALUES or (name in _SUMS and first.kind != "sum"):
+            is_itself = name in ("mean", "sum", "__pos__") and tensors[0].ndim == 0
+            if is_itself or name in _VALUES or (name in _SUMS and first.kind != "sum"):
                 return first
             if name in _SCALINGS:
                 return self._scaled(name, args, tensors[0], first)

@@ -101,7 +101,9 @@ def muon_groups(model: nn.Module, *, other: str | Iterable[str] = ()) -> MuonGro
     root = unwrap(model)
     excluded = select_parameters(root, other, where="other") if other else {}
     places, head = parameter_places(root), _output_head(root)
-    muon, rest, reasons = [], [], []
+    muon: list[tuple[str, nn.Parameter]] = []
+    rest: list[tuple[str, nn.Parameter]] = []
+    reasons = []
     for name, parameter in named_trainable(root):
         users = [module for module, _ in places[parameter]]
         reason = "named in `other`" if name in excluded else _unsuitable(name, parameter, users, head)

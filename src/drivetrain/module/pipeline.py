@@ -1,10 +1,9 @@
 """Split a model into consecutive stages, each with its own part of the user's modules under the user's own names.
 
-A stage begins at a block. Values that the code before a cut computes from parameters and the code after it needs are sent from
-stage to stage. Values computed from the inputs alone (masks, positions) are computed again, because every rank of a pipeline
-holds the inputs. Cuts balance the floating-point operations of a sample or, without one, the parameters; embeddings do not count,
-because a lookup costs almost nothing. A parameter that is used on both sides of a cut, such as a head tied to the embedding, is
-held by each stage that uses it, and their gradients are summed.
+A stage begins at a block. Values that the code before a cut computes from parameters and the code after it needs are sent from stage to
+stage. Values computed from the inputs alone (masks, positions) are computed again, because every rank of a pipeline holds the inputs.
+Cuts balance the floating-point operations of a sample or, without one, the parameters outside embeddings. A parameter that is used on
+both sides of a cut, such as a tied head, is held by each stage that uses it, and their gradients are summed.
 """
 
 import copy
@@ -60,7 +59,8 @@ def split_model(
     """
     model = unwrap(model)
     names = _candidates(model, num_stages) if isinstance(split, str) else _named(model, split, num_stages)
-    opened = _ancestors(model, names)
+    paths = {name.rsplit(".", depth)[0] for name in names for depth in range(1, name.count(".") + 1)}
+    opened = {model, *map(model.get_submodule, paths)}
     graph = trace_chain(model, opened, given)
     _follow_mode(model, opened, graph, given)
     _free_from_values(model, graph)
@@ -213,11 +213,6 @@ def _named(model: nn.Module, split: Sequence[str], num_stages: int) -> list[str]
             "but the first."
         )
     return list(split)
-
-
-def _ancestors(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:
-    paths = {name.rsplit(".", depth)[0] for name in names for depth in range(1, name.count(".") + 1)}
-    return {model, *(model.get_submodule(path) for path in paths)}
 
 
 def _places(model: nn.Module, nodes: list[fx.Node], names: Sequence[str], are_given: bool) -> dict[str, int]:

@@ -157,9 +157,12 @@ class PipelinedModel(nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         """In training, run forward and backward and return a `PipelineOutput`; in evaluation, the output on the last stage."""
-        inputs = self._bind(args, kwargs)
-        batch = _as_batch(args, kwargs)
-        rows = _rows(batch)
+        if args and kwargs:
+            raise ConfigError(
+                "call a pipelined model as model(x), model(*x) or model(**x), as loss_func takes x; not mixed."
+            )
+        batch = kwargs or (args[0] if len(args) == 1 else args)
+        inputs, rows = self._bind(args, kwargs), _rows(batch)
         is_training = self.training and torch.is_grad_enabled()
         if is_training and self._loss_func is None:
             raise ConfigError("a pipeline runs forward and backward together and needs loss_func. Pass it.")
@@ -245,7 +248,7 @@ class _ScheduleRun:
     """The schedule for batches of one shape."""
 
     def __init__(self, pipeline: PipelinedModel, chunks: int, is_training: bool):
-        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed import pipelining
 
         self.pipeline, self.chunks, self.is_training = pipeline, chunks, is_training
         self._batch: Any = None
@@ -255,12 +258,18 @@ class _ScheduleRun:
         self._shares: Sequence[Count] = ()  # of micro-batches in the loss of the batch
         self._is_first = True
         stages = [
-            PipelineStage(part, index, pipeline.num_stages, pipeline.device, group=pipeline.group)
+            pipelining.PipelineStage(part, index, pipeline.num_stages, pipeline.device, group=pipeline.group)
             for part, index in zip(pipeline.parts, pipeline.own)
         ]
-        cls = _schedule_class(pipeline.schedule, chunks, pipeline.num_stages, len(stages))
-        self._schedule = cls(
-            stages if len(pipeline.own) > 1 else stages[0],
+        schedule: Any  # batches too short for the one asked for run all forwards first
+        if len(stages) > 1:
+            divides = chunks % (pipeline.num_stages // len(stages)) == 0
+            schedule = pipelining.ScheduleInterleaved1F1B if divides else pipelining.ScheduleLoopedBFS
+        else:
+            is_1f1b = pipeline.schedule == "1F1B" and chunks >= pipeline.num_stages
+            schedule = pipelining.Schedule1F1B if is_1f1b else pipelining.ScheduleGPipe
+        self._schedule = schedule(
+            stages if len(stages) > 1 else stages[0],
             n_microbatches=chunks,
             loss_fn=self._loss if is_training else None,
             scale_grads=False,  # gradients of earlier batches may be in the parameters already; the loss is divided instead
@@ -393,16 +402,6 @@ def _failure(rank: int, stage: int, kind: str, text: str) -> Exception:
     return DistributedError(f"rank {rank} failed in stage {stage} of the pipeline: {kind}: {text}")
 
 
-def _schedule_class(name: str, chunks: int, num_stages: int, per_rank: int) -> Any:
-    """Return the class of a schedule; batches too short for it run all forwards first."""
-    from torch.distributed import pipelining
-
-    if per_rank > 1:
-        ranks = num_stages // per_rank
-        return pipelining.ScheduleInterleaved1F1B if chunks % ranks == 0 else pipelining.ScheduleLoopedBFS
-    return pipelining.Schedule1F1B if name == "1F1B" and chunks >= num_stages else pipelining.ScheduleGPipe
-
-
 def read_schedule(name: str) -> str:
     """Return the schedule with a name, in any letter case."""
     by_lower = {schedule.lower(): schedule for schedule in SCHEDULES}
@@ -410,15 +409,6 @@ def read_schedule(name: str) -> str:
     if found is None:
         raise ConfigError(unknown_name("schedule", name, ["auto", *SCHEDULES], where="pipeline_parallel"))
     return found
-
-
-def _as_batch(args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the model's input as the loss takes it, from how the model was called."""
-    if args and kwargs:
-        raise ConfigError(
-            "call a pipelined model as model(x), model(*x) or model(**x), as loss_func takes x; not mixed."
-        )
-    return kwargs if kwargs else args[0] if len(args) == 1 else args
 
 
 def _rows(batch: object) -> int:

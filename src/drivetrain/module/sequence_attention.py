@@ -1,10 +1,9 @@
 """Attention over a sequence whose parts are on different ranks.
 
-Ulysses (Jacobs et al., 2023, arXiv 2309.14509): before attention each rank exchanges its part of the sequence, with all heads,
-for the whole sequence with its share of the heads; afterwards it exchanges them back. This takes two exchanges of activations, on
-any device. Ring (Liu et al., 2023, arXiv 2310.01889): keys and values rotate between ranks while queries stay; torch's own
-implementation, on CUDA. Calls of `F.scaled_dot_product_attention` are intercepted while a block runs, so any model that uses it
-is supported.
+Ulysses (Jacobs et al., 2023, arXiv 2309.14509): before attention each rank exchanges its part of the sequence, with all heads, for the
+whole sequence with its share of the heads; afterwards it exchanges them back. Ring (Liu et al., 2023, arXiv 2310.01889): keys and values
+rotate between ranks while queries stay; torch's own implementation, on CUDA. Calls of `F.scaled_dot_product_attention` are intercepted
+while a block runs, so any model that uses it is supported.
 """
 
 import math

@@ -1,12 +1,14 @@
 """Run the blocks of a model on pieces of the sequence, each rank on its own.
 
-Everything outside the blocks (embeddings, positions, masks, rotary tables, head, loss) runs on the whole sequence, on every rank alike,
-so a model finds its positions as it always did. At the first block of a family the sequence is cut, after the last it is joined; in
-between, activations, which are most of the memory, are divided by the number of ranks. Tables that come in from outside are cut like
-the sequence, masks are not, because attention sees all of it. Blocks become generated subclasses: names, keys and deep copies stay.
+Everything outside the blocks (embeddings, positions, masks, rotary tables, head, loss) runs on the whole sequence, on every rank alike. At
+the first block of a family the sequence is cut, after the last it is joined; in between, activations are divided by the number of ranks.
+Tables that come in from outside are cut like the sequence; masks are not, because attention sees all of it.
 
-The first call of a kind runs the model twice more, without gradients, whole and split, and rejects a model that is not the same (see
-`sequence_check`). If something between two blocks needs the whole sequence, each block cuts and joins for itself.
+The first call of a kind runs the model twice more, without gradients, whole and split. A block that derives positions from the length it
+sees, mixes positions by something other than attention, or attends without `F.scaled_dot_product_attention` would be silently wrong. So
+outputs and inputs of attention are compared: sums of queries, keys and values over the sequence, weighted by position. A wrong position
+changes these by their own size, even in an untrained model whose outputs hardly show it. If something between two blocks needs the whole
+sequence, each block cuts and joins for itself.
 
 The mean of gradients over the ranks of the group is the gradient of the whole model.
 """
@@ -21,8 +23,15 @@ from torch import Tensor, nn
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.attention import AttentionCalls
 from drivetrain.module.blocks import find_blocks
-from drivetrain.module.sequence_attention import RingAttention, SequenceAttention, gather_sequence, open_multihead
-from drivetrain.module.sequence_check import Fingerprints, difference, observing
+from drivetrain.module.probing import floats_in, in_evaluation
+from drivetrain.module.sequence_attention import (
+    RingAttention,
+    SequenceAttention,
+    check_heads,
+    gather_sequence,
+    open_multihead,
+    with_shared_heads,
+)
 from drivetrain.module.wrapping import GeneratedClass, add_mixin, written_class
 from drivetrain.runtime.collectives import agree_any
 
@@ -34,6 +43,40 @@ Mode = Literal["whole", "chain", "single"]
 """How blocks run: on the whole sequence; cut at a family's first and joined at its last; each cut and joined for itself."""
 
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
+_TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3}
+_LOOSE = 0.1  # 16 bits: an error of position is ten times that
+
+
+class Fingerprints:
+    """The inputs of attention in one run of a model, from the view of one rank's heads."""
+
+    def __init__(self, size: int, rank: int):
+        self.size, self.rank = size, rank
+        self.calls: list[list[Tensor]] = []
+        self.shapes: list[Any] = []
+        self.dtype: torch.dtype = torch.float32
+
+    def note_whole(self, call: dict[str, Any]) -> None:
+        """Record a call that has the whole sequence and all heads."""
+        query = call["query"]
+        if query.ndim != 4 or call["key"].shape[-2] != query.shape[-2]:
+            return
+        check_heads(query.shape[1], self.size)
+        local = []
+        for x in with_shared_heads(call, self.size):
+            heads = x.shape[1] // self.size
+            local.append(x.narrow(1, self.rank * heads, heads))
+        self.note(local, call)
+
+    def note(self, tensors: list[Tensor], call: dict[str, object]) -> None:
+        """Record a call, given this rank's heads of queries, keys and values for the whole sequence."""
+        self.dtype = tensors[0].dtype
+        self.calls.append([_weighted_sum(x) for x in tensors])
+        self.shapes.append((tuple(tensors[0].shape), call.get("attn_mask") is None, bool(call.get("is_causal"))))
+
+    def lengths(self) -> set[int]:
+        """Return the lengths of the attended sequences."""
+        return {shape[2] for shape, _, _ in self.shapes}
 
 
 class SequenceSplit:
@@ -236,10 +279,13 @@ def _check(
     A call without gradients whose length does not divide runs whole.
     """
     is_inference = not torch.is_grad_enabled()
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    devices = [] if device.type == "cpu" else [device]
+    forked = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
     size, rank = (1, 0) if split.ring is not None else (split.size, split.rank)
     reasons = []
     try:
-        with observing(model):
+        with torch.no_grad(), forked, in_evaluation(model):
             split.mode, split.notes = "whole", Fingerprints(size, rank)
             expected, whole = run(*args, **kwargs), split.notes
             if is_inference and any(length % split.size for length in whole.lengths()):
@@ -248,7 +294,7 @@ def _check(
             for mode in modes:
                 split.mode, split.notes = mode, Fingerprints(size, rank)
                 try:
-                    reason = difference(whole, split.notes, (expected, run(*args, **kwargs)))
+                    reason = _difference(whole, split.notes, (expected, run(*args, **kwargs)))
                 except ConfigError:
                     raise
                 except Exception as error:  # whatever a model does when its input is shorter than it thinks
@@ -263,3 +309,45 @@ def _check(
         "positions and masks outside the blocks and pass them in, split the batch yourself with batch_sp_processing_fn, or give the model "
         "a set_sp(sp_size, sp_rank, sp_group) method."
     )
+
+
+def _difference(whole: Fingerprints, split: Fingerprints, outputs: tuple[object, object]) -> str | None:
+    """Return how a split run differs from a whole one, or None if it does not."""
+    if not whole.calls:
+        return (
+            "no block calls F.scaled_dot_product_attention, so its attention cannot be split. Use it in the model; for models of "
+            "transformers, set_attn_implementation('sdpa') or the method module_replace"
+        )
+    tolerance = _TOLERANCES.get(whole.dtype, _LOOSE)
+    if whole.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        tolerance = 2e-2  # TF32
+    if whole.shapes != split.shapes:
+        return "attention is called with other shapes"
+    for index, (expected, found) in enumerate(zip(whole.calls, split.calls)):
+        for name, first, second in zip(("queries", "keys", "values"), expected, found):
+            if not _close(first, second, tolerance):
+                return (
+                    f"the {name} of attention call {index} differ, so a block finds positions from the length it sees"
+                )
+    expected_leaves, found_leaves = map(floats_in, outputs)
+    if [x.shape for x in expected_leaves] != [x.shape for x in found_leaves]:
+        return "the outputs have other shapes"
+    for first, second in zip(expected_leaves, found_leaves):
+        if not _close(first.float(), second.float(), tolerance):
+            return "the outputs differ, so something other than attention mixes positions inside the blocks"
+    return None
+
+
+def _weighted_sum(x: Tensor) -> Tensor:
+    """Return (batch, heads, width): the sum over positions, each with a weight of its own."""
+    positions = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)
+    return torch.einsum("bhtd,t->bhd", x.detach().float(), torch.cos(positions * 2.4))
+
+
+def _close(first: Tensor, second: Tensor, tolerance: float) -> bool:
+    if first.shape != second.shape:
+        return False
+    if first.numel() == 0:
+        return True
+    first, second = first.nan_to_num(), second.nan_to_num()
+    return bool((first - second).abs().max() <= tolerance * first.abs().max() + 1e-6)

@@ -1,10 +1,10 @@
-"""Run what stands between the split layers of a block on pieces of the sequence, along the axis over which the layers are split.
+"""Run what is between the split layers of a block on pieces of the sequence, along the axis over which the layers are split.
 
 This divides the activations of norms, dropouts and residual sums by the number of ranks (Korthikanti et al., 2022, arXiv 2205.05198). The
-reduction after a row-wise layer becomes a reduction that leaves pieces, and the norm before a column-wise layer gathers them: together
-that is the same traffic. The stream is cut where it enters a family of blocks and made whole where it leaves; between blocks it is a
-distributed tensor of the whole shape. Attention sees the whole sequence, so masks, positions and caches stay what they are.
-Where to do what is found by `sequence_pieces_check`. Sequences that do not divide, which generation has, run whole.
+reduction after a row-wise layer leaves pieces, and the norm before a column-wise layer gathers them: together that is the same traffic.
+The stream is cut where it enters a family of blocks and made whole where it leaves; between blocks it is a distributed tensor of the
+whole shape. Attention sees the whole sequence. `sequence_pieces_check` finds where to do what. Sequences that do not divide, which
+generation has, run whole.
 """
 
 from typing import TYPE_CHECKING, Any

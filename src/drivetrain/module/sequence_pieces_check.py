@@ -1,10 +1,10 @@
 """Find out where a block that is split over ranks can run on pieces of the sequence (Korthikanti et al., 2022, arXiv 2205.05198).
 
-In a pre-norm block everything between two pairs of split layers treats positions one by one: norms, dropouts, residual sums. These can run
-on pieces. A norm hands the whole sequence to the layers behind it, and the layer that closes a pair hands pieces back. Which norms and
-which layers these are is found by running one block of each family on made-up weights, once for every rank with that rank's piece, while
-every tensor is marked as a piece or as whole. What comes out must be the rank's piece of the whole result. A parameter that would meet a
-piece outside a norm would have the gradient of a part; it is rejected, like a block that is not built this way.
+In a pre-norm block everything between two pairs of split layers treats positions one by one: norms, dropouts, residual sums. A norm passes
+the whole sequence to the layers behind it, and the layer that closes a pair returns pieces. Which norms and layers these are is found by
+running one block of each family on made-up weights, once for every rank with that rank's piece, while every tensor is marked as a piece or
+as whole. The output must be the rank's piece of the whole result. A parameter that meets a piece outside a norm is rejected, because its
+gradient would be that of a part.
 """
 
 from collections.abc import Callable, Mapping

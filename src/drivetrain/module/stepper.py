@@ -1,10 +1,8 @@
 """The Stepper: from the losses of an accumulation window to one update of one optimizer.
 
-Every training loop of this library steps through this file: the Trainer's, the hand-written one around what `auto_accelerate` returns,
-and each unit of an `OptimSet`. For every micro-batch the loop calls `begin`, then `backward` with the loss that `weigh` returned. Where
-the window closes it calls `finish` (gradients become the mean over the window and all ranks, unscaled), clips, then `step` or
-`leave_out`, `clear` and `end`. The arithmetic is in `accumulation.py`, the averaging over ranks in `gradient_sync.py`, the test for
-NaN and infinity in `finite.py`.
+The Trainer, hand-written loops around what `auto_accelerate` returns, and each unit of an `OptimSet` step through this file. For every
+micro-batch the loop calls `begin`, then `backward` with the loss that `weigh` returned. Where the window closes it calls `finish`
+(gradients become the mean over the window and all ranks, unscaled), clips, then `step` or `leave_out`, `clear` and `end`.
 
 A checkpoint may be taken inside a window: `state_dict` then holds the gradients that this rank has collected.
 """
@@ -20,7 +18,7 @@ from drivetrain.core.errors import ResumeError
 from drivetrain.core.types import StateDict
 from drivetrain.module.accumulation import AccumulationWindow, Count, as_factor, scale_gradients, share_of
 from drivetrain.module.distributed_tensors import is_dtensor, local_part
-from drivetrain.module.finite import NonFinitePolicy, StepGuard, any_nonfinite
+from drivetrain.module.finite import NonFinitePolicy, StepGuard, any_nonfinite, on_any_rank
 from drivetrain.module.gradient_sync import GradientSync, start_sum_over_ranks
 from drivetrain.module.wrapping import clean_name
 from drivetrain.runtime.collectives import broadcast_from_master
@@ -189,7 +187,12 @@ class Stepper:
         if collect is not None:  # it trains copies of the parameters: clipping, unscaling and the update look at those
             collect()
         if self.scaler is not None:
-            self._unscale(self.scaler)
+            self.scaler.unscale_(self.optimizer)
+            if (
+                self.sync is not None and self.sync.is_sharded
+            ):  # an overflow in one rank's shard lowers the scale of all
+                for found in self.scaler._found_inf_per_device(self.optimizer).values():
+                    on_any_rank(found, self.sync.group())
         window = self.window
         if window.is_plain or self.is_complete:
             return
@@ -199,14 +202,6 @@ class Stepper:
         factor = window.correction(total)
         if factor is not None:
             scale_gradients(self.parameters, factor)
-
-    def _unscale(self, scaler: torch.amp.GradScaler) -> None:
-        scaler.unscale_(self.optimizer)
-        if self.sync is not None and self.sync.is_sharded:  # an overflow in one rank's shard lowers the scale of all
-            import torch.distributed as dist
-
-            for found in scaler._found_inf_per_device(self.optimizer).values():
-                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.sync.group())
 
     def step(self, closure: Callable[[], object] | None = None) -> None:
         """Update the parameters. A scaler skips the step if a gradient overflowed."""

@@ -1,11 +1,10 @@
 """Find out how a model's matrices can be split over ranks, for models without a written plan.
 
-One block of each family runs on made-up weights. Its linear layers are paired by following what they compute: a layer whose input comes
-from layers that may be split along their outputs (`colwise`) is split along its inputs (`rowwise`), and closes the pair (Shoeybi et al.,
-2019, arXiv 1909.08053). Then each pair is put to the test: the block runs once for every rank with that rank's share of the weights, and
-the shares of the result must add up to the whole. Code that counts heads or features globally, a projection that holds queries, keys and
-values in one matrix, a norm over split features, heads that do not divide: all of them fail this test, and such layers are not split.
-A pair with parameters of its own in between (a norm of the queries, say) is not split either, because their gradients would be partial.
+One block of each family runs on made-up weights. A layer whose input comes from layers that may be split along their outputs (`colwise`)
+is split along its inputs (`rowwise`), and closes the pair (Shoeybi et al., 2019, arXiv 1909.08053). Then the block runs once for every
+rank with that rank's share of the pair's weights, and the shares of the result must add up to the whole. This rejects code that counts
+heads or features globally, queries, keys and values in one matrix, a norm over split features, and heads that do not divide. A pair with
+parameters of its own in between is not split either, because their gradients would be partial.
 """
 
 from collections.abc import Callable, Mapping

@@ -109,7 +109,10 @@ def parallelize(
         if prepare is not None:
             prepare(name, module)
         if name in plan:
-            parallelize_module(module, mesh, _style(plan[name], module, name not in unreduced))
+            if isinstance(plan[name], str) and _is_transposed(module):
+                _split_transposed(module, mesh, plan[name], name not in unreduced)
+            else:
+                parallelize_module(module, mesh, _style(plan[name], module, name not in unreduced))
             if isinstance(module, nn.Embedding):
                 module.register_forward_hook(_waited)
     _tie_again(ties)
@@ -238,8 +241,6 @@ def _style(style: object, module: nn.Module, is_reduced: bool) -> Any:
 
     if not isinstance(style, str):
         return style
-    if _is_transposed(module):
-        return _transposed_style(style, is_reduced)
     if style == "rowwise" and not is_reduced:
         return RowwiseParallel(output_layouts=Partial(), use_local_output=False)
     whole = Replicate() if isinstance(module, nn.Embedding) else None
@@ -254,23 +255,18 @@ def _style(style: object, module: nn.Module, is_reduced: bool) -> Any:
     return styles[style]
 
 
-def _transposed_style(style: str, is_reduced: bool) -> "ParallelStyle":
-    """Return the style of a layer that keeps its weight as (inputs, outputs)."""
+def _split_transposed(module: nn.Module, mesh: "DeviceMesh", style: str, is_reduced: bool) -> None:
+    """Split a layer that keeps its weight as (inputs, outputs)."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-    from torch.distributed.tensor.parallel.style import ParallelStyle
 
-    dim = 0 if style == "rowwise" else 1
-    comes = Shard(-1) if style == "rowwise" else Replicate()
+    is_rowwise = style == "rowwise"
+    comes = Shard(-1) if is_rowwise else Replicate()
     leaves = Shard(-1) if style == "colwise" else Replicate()
+    layouts = {"weight": Shard(0 if is_rowwise else 1), "bias": Replicate() if is_rowwise else Shard(0)}
 
     def split(name: str, module: nn.Module, mesh: "DeviceMesh") -> None:
         for key, parameter in module.named_parameters():
-            layout = Shard(dim) if key == "weight" else Shard(0) if dim == 1 else Replicate()
-            module.register_parameter(key, nn.Parameter(distribute_tensor(parameter, mesh, [layout])))
-
-    class Transposed(ParallelStyle):
-        def _apply(self, module: nn.Module, mesh: "DeviceMesh") -> nn.Module:
-            return distribute_module(module, mesh, split, enter, leave)
+            module.register_parameter(key, nn.Parameter(distribute_tensor(parameter, mesh, [layouts[key]])))
 
     def enter(module: nn.Module, inputs: tuple[Tensor, ...], mesh: "DeviceMesh") -> Any:
         return DTensor.from_local(inputs[0], mesh, [comes], run_check=False)
@@ -278,4 +274,4 @@ def _transposed_style(style: str, is_reduced: bool) -> "ParallelStyle":
     def leave(module: nn.Module, outputs: "DTensor", mesh: "DeviceMesh") -> Any:
         return outputs.redistribute(placements=[leaves]).to_local() if is_reduced else outputs
 
-    return Transposed()
+    distribute_module(module, mesh, split, enter, leave)

@@ -1,17 +1,16 @@
 """What is around a model or was done to its class, and the state under the names that the user gave.
 
 A *shell* is a separate module around the user's (DataParallel, DDP, torch.compile's OptimizedModule, the older FSDP, torch's checkpoint
-wrapper); it adds a component to every name inside. It is recognised by its class, never by having an attribute called `module`: users
-give that name to their own layers. Classes from packages that are expensive to import are looked up among the modules already imported;
-what has never been imported cannot have wrapped anything. `fully_shard` and `module.compile()` change a module in place, so there is
-nothing to take off and no name to clean.
+wrapper); it adds a component to every name inside. It is recognised by its class, because users may call their own layers `module` too.
+Classes that are expensive to import are looked up among the modules already imported. `fully_shard` and `module.compile()` change a
+module in place, so there is no name to clean.
 
 A *generated subclass* is the only way to intercept `forward` that keeps every parameter name and state-dict key and survives a deep
 copy: a wrapper module renames, and a closure stored on the instance would still call the original after a copy.
 
-A state that was written from a DDP, compiled or plain model has the same keys and loads into any of them; so do files that other programs
-wrote with `module.` or `_orig_mod.` in front. Sharded parameters take full tensors and full parameters take sharded ones. What does
-not fit is found before anything is changed and reported in one error.
+A state from a DDP, compiled or plain model loads into any of them; so do files that other programs wrote with `module.` or `_orig_mod.`
+in front. Sharded parameters take full tensors and full parameters take sharded ones. What does not fit is reported in one error, before
+anything is changed.
 """
 
 import sys
@@ -203,6 +202,11 @@ class StateFault(NamedTuple):
     name: str
     reason: str = ""
 
+    def line(self, valid: Mapping[str, object]) -> str:
+        """Return the fault as one line of an error, with the nearest valid name for an unexpected one."""
+        near = nearest_name(self.name, valid) if self.kind == "unexpected" else None
+        return f"{self.name}: {self.reason or self.kind}" + (f" (nearest: {near})" if near else "")
+
 
 def clean_state_dict(module: nn.Module) -> StateDict:
     """Return the module's state under its own names, with torch's `_metadata` kept.
@@ -235,7 +239,7 @@ def load_clean_state_dict(
     given = _without_prefixes(state, real_keys)
     faults = _faults(module, given, {name: live[key] for name, key in real_keys.items()})
     if strict and faults:
-        lines = "\n  ".join(_fault_line(fault, real_keys) for fault in faults)
+        lines = "\n  ".join(fault.line(real_keys) for fault in faults)
         raise StateError(f"the state does not fit {type(module).__name__}; nothing was loaded.\n  {lines}")
     unfitting = {fault.name for fault in faults if fault.kind == "unfitting"}
     loadable: OrderedDict[str, object] = OrderedDict()
@@ -271,13 +275,6 @@ def _faults(module: nn.Module, given: Mapping[str, object], live: Mapping[str, T
             found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             faults.append(StateFault("unfitting", name, f"given {found}, expected shape {tuple(live[name].shape)}"))
     return faults
-
-
-def _fault_line(fault: StateFault, valid: Mapping[str, str]) -> str:
-    if fault.reason:
-        return f"{fault.name}: {fault.reason}"
-    near = nearest_name(fault.name, valid) if fault.kind == "unexpected" else None
-    return f"{fault.name}: {fault.kind}" + (f" (nearest: {near})" if near else "")
 
 
 def _without_prefixes(state: Mapping[str, object], names: Collection[str]) -> dict[str, object]:

@@ -20,7 +20,7 @@ from drivetrain.core.errors import ConfigError, DrivetrainWarning, unknown_name
 from drivetrain.core.types import Settings, StateDict
 from drivetrain.core.yaml import YamlSource
 from drivetrain.module.gradient_sync import GradientSync
-from drivetrain.module.loss_scaling import Scaling
+from drivetrain.module.precision import Scaling
 from drivetrain.optim.building import REST, all_names
 from drivetrain.optim.config import read_units, read_units_of_file, to_config
 from drivetrain.optim.passes import Losses, Pass, Weight, finish_units, plan_passes, update_scalers, update_units

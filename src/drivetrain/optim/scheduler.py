@@ -23,7 +23,7 @@ from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarni
 from drivetrain.core.types import Settings, StateDict
 from drivetrain.module.accumulation import AccumulationWindow
 from drivetrain.module.gradient_sync import GradientSync
-from drivetrain.module.loss_scaling import Scaling
+from drivetrain.module.precision import Scaling
 from drivetrain.module.stepper import Stepper
 from drivetrain.optim.building import (
     ACCUM_GRAD,
