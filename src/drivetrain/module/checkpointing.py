@@ -9,19 +9,19 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from drivetrain.core.errors import ConfigError, unknown_name
+from drivetrain.core.arguments import check_choice, check_count
+from drivetrain.core.errors import ConfigError
 from drivetrain.module.blocks import repeated_blocks, select_modules
 from drivetrain.module.probing import attributes_set
 from drivetrain.module.wrapping import GeneratedClass, add_mixin, written_class
 
 Mode = Literal["full", "selective", "offload"]
-_MODES = ("full", "selective", "offload")
 # Keys and values remembered for generation. A second pass would append to them again, and training has no use for them.
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 
@@ -89,10 +89,10 @@ def checkpoint_blocks(
     `every=2` takes every second one; `max_modules` stops after so many. A second call with other settings replaces the
     first for the blocks it names. `reentrant` uses torch's older mechanism, in mode `full` only.
     """
-    if mode not in _MODES:
-        raise ConfigError(unknown_name("mode", mode, _MODES, where="checkpoint_blocks"))
-    if every < 1 or (max_modules is not None and max_modules < 1):
-        raise ConfigError(f"checkpoint_blocks: every={every} and max_modules={max_modules} must be at least 1.")
+    check_choice("mode", mode, get_args(Mode), owner="checkpoint_blocks")
+    check_count("every", every, owner="checkpoint_blocks")
+    if max_modules is not None:
+        check_count("max_modules", max_modules, owner="checkpoint_blocks")
     if reentrant and mode != "full":
         raise ConfigError(f"checkpoint_blocks: reentrant checkpointing supports only mode 'full', not {mode!r}.")
     if isinstance(blocks, str) and blocks == "auto":

@@ -116,10 +116,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # In the wide type before it is rounded: the factor holds the mean and the loss scale.
-        found = [
-            None if gradient is None else (gradient * grad).to(kind)
-            for gradient, kind in zip(ctx.saved_tensors, ctx.kinds)
-        ]
+        pairs = zip(ctx.saved_tensors, ctx.kinds)
+        found = [None if gradient is None else (gradient * grad).to(kind) for gradient, kind in pairs]
         return (*found, None, None, None, None, None, None)
 
 
@@ -154,13 +152,12 @@ def linear_cross_entropy(
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(
-            f"reduction={reduction!r}: expected 'mean' or 'sum'; losses of single rows need their own gradients."
+            f"reduction={reduction!r}: expected 'mean' or 'sum'; losses of single rows need own gradients."
         )
     device = hidden.device.type
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    else:
-        dtype = torch.promote_types(hidden.dtype, weight.dtype)
     size = rows_in_chunk(len(hidden), weight.shape[0]) if chunk is None else chunk
     with torch.autocast(device, enabled=False):
         total: Tensor = _SummedCrossEntropy.apply(

@@ -8,13 +8,13 @@ import functools
 import types
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from drivetrain.core.errors import ConfigError, unknown_name
+from drivetrain.core.arguments import check_choice, check_count
 from drivetrain.module.blocks import repeated_blocks, select_modules
 
 Scope = Literal["auto", "block", "model"]
@@ -27,8 +27,7 @@ def compile_module(model: nn.Module, scope: Scope = "auto", **torch_compile_kwar
     Keywords are those of torch.compile. Blocks of one class but different shapes need one compilation each, so the
     limit is raised where it is too low for them.
     """
-    if scope not in ("auto", "block", "model"):
-        raise ConfigError(unknown_name("scope", scope, ["auto", "block", "model"], where="compile_module"))
+    check_choice("scope", scope, get_args(Scope), owner="compile_module")
     blocks = [] if scope == "model" else repeated_blocks(model)
     if scope == "block" and not blocks:
         blocks = select_modules(model, "auto")
@@ -122,8 +121,7 @@ def set_recompile_limit(n: int) -> int:
     """Set how often one function may be recompiled for new shapes before it runs uncompiled; return the old limit."""
     from torch._dynamo import config
 
-    if n < 1:
-        raise ConfigError(f"recompile limit {n} is not valid: it must be at least 1.")
+    check_count("recompile limit", n)
     old = config.recompile_limit
     config.recompile_limit = n
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, n)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from drivetrain.core.errors import ConfigError, unknown_name
+from drivetrain.core.arguments import check_choice, check_count
 from drivetrain.module.surgery import Optimizers, replace_module_classes
 
 Recipe = Literal["tensorwise", "rowwise"]
@@ -72,18 +72,13 @@ def scaled_product(
     # The units want the first factor row by row and the second column by column.
     a, b = a.contiguous(), b.t().contiguous().t()
     kernel_dtype = torch.bfloat16 if factor_a.ndim else out_dtype
-    multiply = _opaque_product if torch.compiler.is_compiling() else _kernel_product
-    out = multiply(a, b, factor_a, factor_b, kernel_dtype, is_fast)
+    if torch.compiler.is_compiling():
+        out = _opaque_product(a, b, factor_a, factor_b, kernel_dtype, is_fast)
+    else:
+        out = torch._scaled_mm(a, b, factor_a, factor_b, out_dtype=kernel_dtype, use_fast_accum=is_fast)
     # Not `out.to(...)` where that does nothing: torch 2.11 compiles a function that returns a tensor it has named before without its
     # gradients (pytorch/pytorch#180642).
     return out if kernel_dtype == out_dtype else out.to(out_dtype)
-
-
-def _kernel_product(
-    a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, out_dtype: torch.dtype, is_fast: bool
-) -> Tensor:
-    out: Tensor = torch._scaled_mm(a, b, factor_a, factor_b, out_dtype=out_dtype, use_fast_accum=is_fast)
-    return out
 
 
 @torch.library.custom_op("drivetrain::scaled_product", mutates_args=())
@@ -91,7 +86,8 @@ def _opaque_product(
     a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, out_dtype: torch.dtype, is_fast: bool
 ) -> Tensor:
     """Multiply by the library's kernel also in compiled code, which would choose one of the compiler's own making."""
-    return _kernel_product(a.contiguous(), b.t().contiguous().t(), factor_a, factor_b, out_dtype, is_fast)
+    a, b = a.contiguous(), b.t().contiguous().t()
+    return torch._scaled_mm(a, b, factor_a, factor_b, out_dtype=out_dtype, use_fast_accum=is_fast)
 
 
 @_opaque_product.register_fake
@@ -181,10 +177,8 @@ class Float8Linear(nn.Linear):
 
 def check_fp8(who: str, recipe: str, min_features: int) -> None:
     """Raise for settings that no layer could have."""
-    if recipe not in RECIPES:
-        raise ConfigError(unknown_name("recipe", recipe, RECIPES, where=who))
-    if isinstance(min_features, bool) or not isinstance(min_features, int) or min_features < 1:
-        raise ConfigError(f"{who}(min_features={min_features!r}): expected a whole number of at least 1.")
+    check_choice("recipe", recipe, RECIPES, owner=who)
+    check_count("min_features", min_features, owner=who)
 
 
 def convert_linears_to_fp8(

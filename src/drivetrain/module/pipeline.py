@@ -8,7 +8,7 @@ both sides of a cut, such as a tied head, is held by each stage that uses it, an
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import attrgetter
@@ -97,12 +97,7 @@ def _follow_mode(model: nn.Module, opened: set[nn.Module], graph: fx.Graph, give
 
 def _used(graph: fx.Graph) -> list[fx.Node]:
     """Return the steps whose results are used, in order."""
-    (output,) = [node for node in graph.nodes if node.op == "output"]
-    used, waiting = {output}, [output]
-    while waiting:
-        more = [node for node in waiting.pop().all_input_nodes if node not in used]
-        used.update(more)
-        waiting += more
+    used, _ = _needed([node for node in graph.nodes if node.op == "output"], lambda node: False)
     return [node for node in graph.nodes if node in used]
 
 
@@ -279,7 +274,7 @@ def _cut(model: nn.Module, nodes: list[fx.Node], cuts: list[int]) -> Split:
     wanted = [node for node in nodes if node.op == "output"]
     pieces: list[tuple[list[fx.Node], list[fx.Node], list[fx.Node]]] = []
     for stage in reversed(range(len(cuts) + 1)):
-        inside, received = _needed(wanted, stage, stage_of, again)
+        inside, received = _needed(wanted, lambda node: stage_of[node] < stage and node not in again)  # noqa: B023
         from_before = [node for node in nodes if node in received]
         pieces.insert(0, ([node for node in nodes if node in inside], from_before, wanted))
         wanted = from_before
@@ -298,10 +293,8 @@ def _cut(model: nn.Module, nodes: list[fx.Node], cuts: list[int]) -> Split:
     )
 
 
-def _needed(
-    wanted: list[fx.Node], stage: int, stage_of: Mapping[fx.Node, int], again: set[fx.Node]
-) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Return the steps a stage must take for what is wanted of it, and what it must receive."""
+def _needed(wanted: list[fx.Node], is_received: Callable[[fx.Node], bool]) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Return the steps to take for what is wanted, and what must be received for them."""
     inside: set[fx.Node] = set()
     received: set[fx.Node] = set()
     waiting = list(wanted)
@@ -309,7 +302,7 @@ def _needed(
         node = waiting.pop()
         if node in inside or node in received:
             continue
-        if stage_of[node] < stage and node not in again:
+        if is_received(node):
             received.add(node)
         else:
             inside.add(node)
