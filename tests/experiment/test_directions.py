@@ -50,7 +50,7 @@ def test_best_follows_the_command_line_then_the_recorder_then_the_experiment(tmp
     measure.run(output_dir=str(tmp_path), run_name="one")
     folder = tmp_path / "measure" / "one"
     assert read_run(folder).directions == {"cost": "min", "gain": "min"}
-    best = lambda **given: {entry.tag: entry.best for entry in gather_run(folder, **given).metrics()}
+    best = lambda **given: {tag: entry["best"] for tag, entry in gather_run(folder, **given).metrics().items()}
     assert best() == {"cost": 1.0, "gain": 3.0, "lr": None}
     assert best(directions={"cost": "max", "lr": "min"}) == {"cost": 3.0, "gain": 3.0, "lr": 0.1}
 

@@ -28,9 +28,9 @@ def ray_is_over(monkeypatch):
 
 
 def test_settings_are_checked_when_they_are_given():
-    with pytest.raises(ConfigError, match="gpus_per_trial: 0 is not a whole number of at least 1"):
+    with pytest.raises(ConfigError, match="gpus_per_trial=0.: expected a whole number of at least 1"):
         RayConfig(gpus_per_trial=0)
-    with pytest.raises(ConfigError, match="cpus_per_trial: nan"):
+    with pytest.raises(ConfigError, match="cpus_per_trial=nan"):
         RayConfig(cpus_per_trial=float("nan"))
     with pytest.raises(ConfigError, match="Remove one of them"):
         RayConfig(address="auto", num_cpus=2)

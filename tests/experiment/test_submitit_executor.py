@@ -65,9 +65,9 @@ def run_eventful(tmp_path, executor, xs, **options):
 def test_settings_are_checked_when_they_are_given():
     with pytest.raises(ValueError, match="Did you mean 'slurm'"):
         SubmititConfig(cluster="slrum")
-    with pytest.raises(ConfigError, match="num_processes: 0 is not a whole number of at least 1"):
+    with pytest.raises(ConfigError, match="num_processes=0.: expected a whole number of at least 1"):
         SubmititConfig(num_processes=0)
-    with pytest.raises(ConfigError, match="gpus_per_trial: True"):
+    with pytest.raises(ConfigError, match="gpus_per_trial=True"):
         SubmititConfig(gpus_per_trial=True)
     with pytest.raises(ConfigError, match=r"gpus_per_trial: 1 has no effect.*executor='pool'"):
         SubmititConfig(cluster="local", gpus_per_trial=1)

@@ -11,7 +11,8 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from drivetrain.core.types import Settings
@@ -75,15 +76,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
         self._negative_number_matcher = NUMBER
 
-    def add(self, arguments: Iterable[VerbArgument]) -> None:
-        """Add the arguments of a table."""
-        for entry in arguments:
-            self.add_argument(*entry.names, **entry.options)
-
     def error(self, message: str) -> NoReturn:
-        """Print the usage and the problem, and exit with status 2; without `exit_on_error` raise."""
-        if not self.exit_on_error:
-            raise argparse.ArgumentError(None, message)
+        """Print the usage and the problem, and exit with status 2."""
         self.print_usage(sys.stderr)
         from drivetrain.core.display import printable_lines
 
@@ -106,14 +100,6 @@ class Parser(argparse.ArgumentParser):
         return f"; did you mean {near}?" if near else "."
 
 
-class _ExperimentParser(Parser):
-    """Leaves values as they were written; argparse would drop the value of `--name=--`."""
-
-    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> object:
-        values = {None: arg_strings[0] if arg_strings else None, "*": arg_strings}
-        return values[action.nargs] if action.nargs in values else super()._get_values(action, arg_strings)
-
-
 class Command(NamedTuple):
     """What a command line requests."""
 
@@ -125,64 +111,69 @@ class Command(NamedTuple):
 
 
 def parse(argv: Sequence[str], parameters: "ParameterSet") -> Command:
-    """Read the options of one experiment; anything that is not understood is a `ParameterError`."""
-    from drivetrain.core.errors import ParameterError
-    from drivetrain.experiment.resolve import Given
-
-    words = list(_spelled_out(argv, parameters))
-    parser = experiment_parser("", parameters)
-    try:
-        found, extra = parser.parse_known_args(words)
-    except argparse.ArgumentError as error:
-        raise ParameterError(_explained(error, words, parameters)) from None
-    if extra:
-        raise ParameterError(_unexpected(extra[0], words, parser, parameters))
-    values = vars(found)
-    own = [values.pop(_own(name), False) for name in OWN_OPTIONS]
-    return Command({name: Given(value, CLI, is_text=True) for name, value in values.items()}, *own)
-
-
-def _own(option: str) -> str:
-    return f"?{option}"  # no parameter has such a name
-
-
-def _spelled_out(argv: Sequence[str], parameters: "ParameterSet") -> Iterator[str]:
-    """Yield the words with options in one spelling, and flags with their value, so that the next word is never taken for it.
+    """Read the options of one experiment; anything that is not understood is a `ParameterError`.
 
     `name=value` is the same as `--name=value` where no option before it takes the word as its value.
     """
     from drivetrain.core.errors import ParameterError
-    from drivetrain.experiment.resolve import groups_of
+    from drivetrain.experiment.resolve import Given, groups_of
 
     groups = groups_of(parameters)
-    takes: Parameter | None = None  # the words that follow are its values
-    for place, word in enumerate(map(str, argv)):
-        flag, has_value, text = word.partition("=")
-        if takes is None and has_value and not word.startswith("-"):
-            owner = parameters.owner_of(flag.replace("-", "_"))
-            if owner is not None and owner.multiple:
-                yield from (owner.flag, *split_values(text))
-                continue
-            is_option = owner is not None or flag.replace("-", "_") in groups
-            flag, word = (f"--{flag}", f"--{word}") if is_option else (flag, word)
+    own = {flag: name for name in OWN_OPTIONS if name not in parameters for flag in _own_flags(name)}
+    rest, values, asked = deque(map(str, argv)), dict[str, Any](), set[str]()
+    last: Parameter | None = None
+
+    def is_value(word: str) -> bool:
+        flag = word.partition("=")[0]
         name = flag[2:].replace("-", "_")
-        parameter = parameters.owner_of(name) if flag.startswith("--") else None
-        if flag.startswith("--"):
-            takes = parameter if parameter is not None and not parameter.is_flag and not has_value else None
-        elif takes is not None and not takes.multiple:
-            takes = None
-        if word == "--":
-            if argv[place + 1 :]:
-                raise ParameterError(_positional(repr(argv[place + 1])))
-            return
-        if parameter is None:
-            yield "--" + name.replace("_", "-") + has_value + text if name in groups and flag.startswith("--") else word
-        elif has_value and name != parameter.name:
+        if flag in own or (flag[:2] == "--" and (name in groups or parameters.owner_of(name) is not None)):
+            return False
+        return word[:1] != "-" or word == "-" or NUMBER.match(word) is not None or " " in word
+
+    def take(flag: str, kind: str = "TEXT") -> str:
+        """Return the next word as the value of an option."""
+        if rest and is_value(rest[0]):
+            return rest.popleft()
+        found = "nothing" if not rest else repr(rest[0] if parameter is None else parameter.shown(rest[0]))
+        raise ParameterError(
+            f"{flag} needs a value ({kind}), found {found}. Write a value that starts with a dash as {flag}=-..."
+        )
+
+    while rest:
+        word = rest.popleft()
+        flag, has_value, text = word.partition("=")
+        if word == "--" and not rest:
+            break
+        is_assigned = bool(has_value) and not word.startswith("-")
+        name = flag.removeprefix("--").replace("-", "_")
+        parameter = parameters.owner_of(name) if is_assigned or flag.startswith("--") else None
+        if flag in own:
+            if has_value:
+                raise ParameterError(f"{flag}: this option takes no value.")
+            asked.add(own[flag])
+        elif parameter is None and name in groups and (is_assigned or flag.startswith("--")):
+            values[name] = text if has_value else take(flag)
+        elif parameter is None:
+            raise ParameterError(_unexpected(rest[0] if word == "--" else word, last, parameters))
+        elif name != parameter.name and has_value:
             raise ParameterError(f"{word}: --no-... takes no value. Write {parameter.flag} or {parameter.flag}=false.")
-        elif has_value or not parameter.is_flag:
-            yield parameter.flag + has_value + text
+        elif parameter.is_flag:
+            values[parameter.name] = text if has_value else str(name == parameter.name).lower()
+        elif parameter.multiple:
+            items = values.setdefault(name, [])
+            items += split_values(text) if is_assigned else [text] if has_value else []
+            while rest and not has_value and is_value(rest[0]):
+                items.append(rest.popleft())
         else:
-            yield f"{parameter.flag}={'true' if name == parameter.name else 'false'}"
+            value = text if has_value else take(parameter.flag, parameter.value_type.word)
+            values[name] = [*values.get(name, []), value] if name == "params_file" else value
+        last = parameter
+    given = {name: Given(value, CLI, is_text=True) for name, value in values.items()}
+    return Command(given, *(name in asked for name in OWN_OPTIONS))
+
+
+def _own_flags(option: str) -> list[str]:
+    return ["-h", "--help"] if option == "help" else [f"--{option.replace('_', '-')}"]
 
 
 def split_values(text: str) -> list[str]:
@@ -194,48 +185,28 @@ def split_values(text: str) -> list[str]:
     return [item.strip() for item in re.split(r",(?![^\[({]*[\])}])", text)]
 
 
-def _positional(shown: str) -> str:
-    return f"unexpected argument {shown}: values follow their option, as in --lr 0.1 or lr=0.1."
-
-
-def _explained(error: argparse.ArgumentError, words: list[str], parameters: "ParameterSet") -> str:
-    flag = str(error.argument_name).rpartition("/")[2]
-    parameter = parameters.owner_of(flag[2:].replace("-", "_"))
-    if parameter is None:
-        return f"{flag}: this option takes no value."
-    following = [after for word, after in zip(words, [*words[1:], ""]) if word == flag and after[:1] in ("", "-")]
-    found = "nothing" if not following or not following[0] else repr(parameter.shown(following[0]))
-    return (
-        f"{flag} needs a value ({parameter.value_type.word}), found {found}. Write a value that starts with a dash as "
-        f"{flag}=-..."
-    )
-
-
-def _unexpected(word: str, words: list[str], parser: Parser, parameters: "ParameterSet") -> str:
+def _unexpected(word: str, last: "Parameter | None", parameters: "ParameterSet") -> str:
+    """Return the message about a word that is neither an option nor the value of one; `last` is the parameter before it."""
+    hint = experiment_parser("", parameters).hint
     if word.startswith("--"):
-        return f"unknown option {word.partition('=')[0]}{parser.hint(word)}"
-    options = [option for option in words[: words.index(word)] if option.startswith("--")]
-    owner = parameters.owner_of(options[-1].partition("=")[0][2:].replace("-", "_")) if options else None
+        return f"unknown option {word.partition('=')[0]}{hint(word)}"
     name, has_value, _ = word.partition("=")
-    if has_value and (owner is None or not owner.is_secret):
-        return f"unknown parameter {name!r}{parser.hint('--' + name.replace('_', '-'))}"
-    return _positional(repr(word) if owner is None else repr(owner.shown(word)))
+    if has_value and (last is None or not last.is_secret):
+        return f"unknown parameter {name!r}{hint('--' + name.replace('_', '-'))}"
+    shown = repr(word if last is None else last.shown(word))
+    return f"unexpected argument {shown}: values follow their option, as in --lr 0.1 or lr=0.1."
 
 
 def experiment_parser(
     program: str, parameters: "ParameterSet", description: str = "", common: Iterable[str] = ()
 ) -> Parser:
-    """Return the parser of one experiment; its help shows the experiment's own parameters first, then the `common` ones."""
-    from drivetrain.experiment.resolve import groups_of
-
+    """Return a parser that prints the help of one experiment: its own parameters first, then the `common` ones."""
     usage = textwrap.fill(f"Usage: {program} [--option VALUE ...]", _width(), subsequent_indent="    ")
-    parser = _ExperimentParser(
+    parser = Parser(
         usage=_literal(usage.removeprefix("Usage: ")),
         description=description,
         formatter_class=_ExperimentHelp,
-        argument_default=argparse.SUPPRESS,
         add_help=False,
-        exit_on_error=False,
     )
     grouped = {parameter.name for group in parameters.groups for parameter in group.parameters}
     rest = set(common)
@@ -248,23 +219,16 @@ def experiment_parser(
         section = parser.add_argument_group(title, text)
         for name in names:
             _add_parameter(section, parameters[name])
-    for name in groups_of(parameters):  # a choice of a config group, which a parameter file offers
-        if name not in OWN_OPTIONS and parameters.owner_of(name) is None:
-            parser.add_argument(f"--{name.replace('_', '-')}", dest=name, help=argparse.SUPPRESS)
     section = parser.add_argument_group("Options")
     for name, text in OWN_OPTIONS.items():
-        flags = ["-h", "--help"] if name == "help" else [f"--{name.replace('_', '-')}"]
         if name not in parameters:
-            section.add_argument(*flags, dest=_own(name), action="store_true", help=text)
+            section.add_argument(*_own_flags(name), action="store_true", help=text)
     return parser
 
 
 def _add_parameter(section: "argparse._ArgumentGroup", parameter: "Parameter") -> None:
-    repeats = parameter.name == "params_file"
     section.add_argument(
         *([parameter.flag, f"--no-{parameter.flag[2:]}"] if parameter.is_flag else [parameter.flag]),
-        dest=parameter.name,
-        action="extend" if parameter.multiple else "append" if repeats else "store",
         nargs="*" if parameter.multiple else None,
         metavar="" if parameter.is_flag else parameter.value_type.word,
         help=argparse.SUPPRESS if parameter.hidden else _literal(_help_text(parameter)),
@@ -294,12 +258,8 @@ class _ExperimentHelp(argparse.HelpFormatter):
         super().add_usage(usage, actions, groups, "Usage: ")
 
     def _format_text(self, text: str) -> str:
-        return self._fill_text(text, self._width, " " * self._current_indent) + "\n" * (
-            1 if self._current_indent else 2
-        )
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return paragraphs(text, width, indent)
+        filled = paragraphs(text, self._width, " " * self._current_indent)
+        return filled + ("\n" if self._current_indent else "\n\n")
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_on_hyphens=False)
@@ -322,8 +282,8 @@ def paragraphs(text: str, width: int, indent: str = "") -> str:
 def group_help(program: str, description: str, tree: str) -> str:
     """Return the help of a group of experiments."""
     usage = f"Usage: {program} EXPERIMENT [--option VALUE ...]    (EXPERIMENT -h lists its options)"
-    parts = [textwrap.fill(usage, _width(), subsequent_indent="    ", replace_whitespace=False)]
-    return "\n\n".join([*parts, *([paragraphs(description, _width())] if description else []), f"Experiments:\n{tree}"])
+    filled = textwrap.fill(usage, _width(), subsequent_indent="    ", replace_whitespace=False)
+    return "\n\n".join(filter(None, (filled, paragraphs(description, _width()), f"Experiments:\n{tree}")))
 
 
 def params_table(values: Mapping[str, object], origins: Mapping[str, str]) -> str:

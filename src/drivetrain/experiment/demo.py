@@ -60,9 +60,8 @@ def digits(epochs: int = 12, lr: float = 3e-3, batch_size: int = 64, weight_deca
         callbacks=(MoveModulesToDeviceCallback, TerminateOnNaNCallback, LearningRateMonitor, epoch_line(epochs)),
         loggers=[recorder],
         state=Context(recorder=recorder),  # its place in the metrics file is saved and restored with the rest
-        strategy="auto"
-        if choose_device().type == "cpu"
-        else None,  # an accelerator's plan would compile longer than this trains
+        # An accelerator's plan would compile longer than this trains.
+        strategy="auto" if choose_device().type == "cpu" else None,
         strategy_time_limit=0,  # predicted and simulated only: measuring, too, would take longer than the run
     )
     history = trainer.train(
@@ -93,10 +92,7 @@ def run_demo(epochs: int = 12, output_dir: str = "output", seed: int = 0) -> int
         with quiet_console(), one_thread():
             folder = _run(params)
     except KeyboardInterrupt:
-        print(
-            "\nInterrupted. The run is saved; `drivetrain demo` with the same options resumes it.",
-            file=sys.stderr,
-        )
+        print("\nInterrupted. The run is saved; `drivetrain demo` with the same options resumes it.", file=sys.stderr)
         return 130
     return _conclude(folder, epochs)
 

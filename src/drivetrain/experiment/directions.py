@@ -23,19 +23,8 @@ LARGE_IS_GOOD = frozenset(
 )
 """Short names, compared with whole words of a tag without the number at their end: `eval/F1@10` has `f`, `f1`."""
 
-SMALL_WORDS = (
-    "loss",
-    "error",
-    "perplex",
-    "bits_per",
-    "negative_log",
-    "cross_entropy",
-    "divergence",
-    "edit_distance",
-    "regret",
-    "deviance",
-)
-LARGE_WORDS = ("accuracy", "score", "likelihood", "similarity", "correct", "success", "win_rate", "jaccard", "hit_rate")
+SMALL_WORDS = "loss error perplex bits_per negative_log cross_entropy divergence edit_distance regret deviance".split()
+LARGE_WORDS = "accuracy score likelihood similarity correct success win_rate jaccard hit_rate".split()
 """Longer names, looked for anywhere in a tag."""
 
 
@@ -55,6 +44,14 @@ def direction_of(tag: str, declared: Mapping[str, str] | None = None) -> Directi
     if any(word in plain for word in SMALL_WORDS) or words & SMALL_IS_GOOD:
         return "min"
     return "max" if any(word in plain for word in LARGE_WORDS) or words & LARGE_IS_GOOD else None
+
+
+def first_declared(*sources: Mapping[str, str]) -> dict[str, str]:
+    """Return the directions that several sources declare; the first source that names a metric counts."""
+    merged: dict[str, str] = {}
+    for source in sources:
+        merged |= {name: good for name, good in source.items() if name not in merged}
+    return merged
 
 
 def check_direction(direction: object, name: str) -> Direction:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from drivetrain.core.errors import ParameterError, nearest_name
 from drivetrain.experiment.command_line import (
     BAD_INPUT,
-    Command,
     experiment_parser,
     group_help,
     params_table,
@@ -39,11 +38,6 @@ MEMO = "__drivetrain_parameters__"
 """Function attribute in which decorators below `@experiment` store their parameters."""
 
 
-def default_name(function: Callable[..., object]) -> str:
-    """Return the name an experiment has by default: `my_model` is `my-model`."""
-    return function.__name__.lower().replace("_", "-")
-
-
 class _WithParameters:
     """What an experiment and a group have in common."""
 
@@ -55,7 +49,7 @@ class _WithParameters:
         if name is not None and (not isinstance(name, str) or not name or any(sign in name for sign in "/\\\0")):
             raise ParameterError(f"experiment name {name!r}: expected a plain name that can also name a folder.")
         self.main_function = main_function
-        self.name = name or default_name(main_function)
+        self.name = name or main_function.__name__.lower().replace("_", "-")
         self.parameters = ParameterSet()
         functools.update_wrapper(self, main_function, updated=())  # type: ignore[arg-type]
 
@@ -76,8 +70,8 @@ class _WithParameters:
         return list(self.parameters.groups)
 
     def inherit(self, sources: object) -> None:
-        """Take over the parameters of experiments, groups or decorated functions."""
-        for source in sources if isinstance(sources, list | tuple) else [sources]:
+        """Take over the parameters of experiments, groups or decorated functions; None is none."""
+        for source in sources if isinstance(sources, list | tuple) else [sources] if sources is not None else []:
             if isinstance(source, _WithParameters):
                 self.parameters.inherit(source.get_parameters(), source.get_param_groups())
             elif hasattr(source, MEMO):
@@ -90,10 +84,12 @@ class _WithParameters:
                     "@parameter decorators, or a list of those."
                 )
 
-    def add_memo(self) -> None:
-        """Add what decorators below left on the function."""
-        for entry in getattr(self.main_function, MEMO, []):
-            (self.add_param_group if isinstance(entry, ParameterGroup) else self.add_parameter)(entry)
+    def add(self, entry: Parameter | ParameterGroup) -> None:
+        """Add what a decorator declares."""
+        self.add_param_group(entry) if isinstance(entry, ParameterGroup) else self.add_parameter(entry)
+
+    def add_signature(self) -> None:
+        """Declare the parameters of the function's signature; a group's function is never called, so it has none."""
 
 
 class Experiment(_WithParameters):
@@ -118,13 +114,12 @@ class Experiment(_WithParameters):
     def add_signature(self) -> None:
         """Declare the parameters of the function's signature; a name declared already only gets its default."""
         for parameter in self.signature.parameters:
-            if parameter.name not in self.parameters:
+            known = self.parameters.get(parameter.name)
+            if known is None:
                 self.add_parameter(parameter)
             elif parameter.default is not None:
-                self.parameters.replace_default(parameter.name, parameter.default)
-
-    def check_defaults(self) -> None:
-        """Raise for defaults of a wrong type; unknown names wait for the first use, as decorators above may still add them."""
+                self.parameters[parameter.name] = known.with_default(parameter.default)
+        # Unknown names among the defaults wait for the first use, as decorators above may still add them.
         for name, value in self.defaults.items():
             if name in self.parameters and value is not None:
                 self.parameters[name].read(value, is_text=False, where=f"{self.name}: defaults")
@@ -163,7 +158,8 @@ class Experiment(_WithParameters):
         if command.prints_params:
             self._print(params_table(resolved.shown(), resolved.origins), exit_on_error)
             return None
-        return self._start_command(resolved, command, argv)
+        line = None if argv is None else [program_name(), *map(str, argv)]
+        return self._start(resolved, force=command.force, argv=line)
 
     def help(self, program: str | None = None) -> str:
         """Return the help text."""
@@ -176,10 +172,6 @@ class Experiment(_WithParameters):
         from drivetrain.experiment.running import run_in_new_process
 
         return run_in_new_process(self, dict(params))
-
-    def _start_command(self, resolved: Resolved, command: Command, argv: Sequence[str] | None) -> object:
-        line = None if argv is None else [program_name(), *map(str, argv)]
-        return self._start(resolved, force=command.force, argv=line)
 
     def _start(self, resolved: Resolved, **options: Any) -> object:
         from drivetrain.experiment.running import run_experiment
@@ -221,17 +213,12 @@ class ExperimentGroup(_WithParameters):
         directions: Mapping[str, str] | None = None,
     ) -> Any:
         """Declare an experiment of this group: `@group.experiment` or `@group.experiment(...)`."""
-        group = self if inherit_params_from_group else None
-        make = lambda function, own: declare_experiment(
-            function, own, inherit_params, defaults, directions, inherit_first=group, member_of=self
-        )
-        return make(name, None) if callable(name) else lambda function: make(function, name)
+        make = lambda function, own: _new_experiment(function, own, defaults, directions)
+        return _decorator(name, make, inherit_params, self, inherit_params_from_group)
 
     def group(self, name: object = None, inherit_params: Any = None, inherit_params_from_group: bool = True) -> Any:
         """Declare a group within this group: `@group.group` or `@group.group(...)`."""
-        outer = self if inherit_params_from_group else None
-        make = lambda function, own: declare_group(function, own, inherit_params, inherit_first=outer, member_of=self)
-        return make(name, None) if callable(name) else lambda function: make(function, name)
+        return _decorator(name, ExperimentGroup, inherit_params, self, inherit_params_from_group)
 
     def cli(self, argv: Sequence[str] | None = None, exit_on_error: bool = True, *, program: str | None = None) -> Any:
         """Run the experiment that the first argument names."""
@@ -279,47 +266,37 @@ class ExperimentGroup(_WithParameters):
         return f"ExperimentGroup({self.name!r})"
 
 
-def declare_experiment(
+def _new_experiment(
     function: Callable[..., object],
     name: str | None,
-    inherit_params: object,
     defaults: Mapping[str, object] | None,
-    directions: Mapping[str, str] | None = None,
-    *,
-    inherit_first: object = None,
-    member_of: ExperimentGroup | None = None,
-) -> Experiment:
-    """Make an experiment of a function."""
+    directions: Mapping[str, str] | None,
+) -> object:
     app.load_all_plugins()
-    made: Experiment = app.experiment_created(Experiment(function, name, defaults, directions))
-    for source in (inherit_first, inherit_params):
-        if source is not None:
-            made.inherit(source)
-    made.add_memo()
-    made.add_signature()
-    made.check_defaults()
-    if member_of is not None:
-        member_of.add_experiment(made)
-    return made
+    return app.experiment_created(Experiment(function, name, defaults, directions))
 
 
-def declare_group(
-    function: Callable[..., object],
-    name: str | None,
+def _decorator(
+    name: Any,
+    make: Callable[[Any, Any], Any],
     inherit_params: object,
-    *,
-    inherit_first: object = None,
-    member_of: ExperimentGroup | None = None,
-) -> ExperimentGroup:
-    """Make a group of a function."""
-    made = ExperimentGroup(function, name)
-    for source in (inherit_first, inherit_params):
-        if source is not None:
-            made.inherit(source)
-    made.add_memo()
-    if member_of is not None:
-        member_of.add_experiment(made)
-    return made
+    group: ExperimentGroup | None = None,
+    inherits_group: bool = False,
+) -> Any:
+    """Return what `@decorate` and `@decorate(name)` evaluate to: in the first form the name is the function."""
+
+    def declare(function: object, own_name: object) -> Any:
+        made = make(function, own_name)
+        made.inherit(group if inherits_group else None)
+        made.inherit(inherit_params)
+        for entry in getattr(function, MEMO, []):
+            made.add(entry)
+        made.add_signature()
+        if group is not None:
+            group.add_experiment(made)
+        return made
+
+    return declare(name, None) if callable(name) else lambda function: declare(function, name)
 
 
 def experiment(
@@ -339,16 +316,13 @@ def experiment(
     >>> square.name, [p.name for p in square.get_parameters()][-1]
     ('square', 'x')
     """
-    if callable(name):
-        return declare_experiment(name, None, inherit_params, defaults, directions)
-    return lambda function: declare_experiment(function, name, inherit_params, defaults, directions)
+    make = lambda function, own: _new_experiment(function, own, defaults, directions)
+    return _decorator(name, make, inherit_params)
 
 
 def group(name: Any = None, inherit_params: Any = None) -> Any:
     """Make a function a group of experiments; the function itself is never called."""
-    if callable(name):
-        return declare_group(name, None, inherit_params)
-    return lambda function: declare_group(function, name, inherit_params)
+    return _decorator(name, ExperimentGroup, inherit_params)
 
 
 def _with_arguments_of(make: Callable[P, Parameter]) -> Callable[P, Callable[[T], T]]:
@@ -386,8 +360,8 @@ def param_group(name: str, *parameters: object) -> Callable[[Any], Any]:
 
 def _adder(entry: Parameter | ParameterGroup) -> Callable[[Any], Any]:
     def decorator(target: object) -> Any:
-        if isinstance(target, Experiment | ExperimentGroup):
-            (target.add_param_group if isinstance(entry, ParameterGroup) else target.add_parameter)(entry)  # type: ignore[arg-type]
+        if isinstance(target, _WithParameters):
+            target.add(entry)
         else:
             if not hasattr(target, MEMO):
                 setattr(target, MEMO, [])

@@ -4,21 +4,13 @@ import copy
 import inspect
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ParameterError
 from drivetrain.core.secret import MASK, Secret, hide, is_secret_value, looks_secret, texts_of
-from drivetrain.experiment.values import (
-    BadValue,
-    ValueType,
-    choice_of,
-    declared_type,
-    is_secret_type,
-    read_bool,
-    wraps_secret,
-)
+from drivetrain.experiment.values import BadValue, choice_of, declared_type, is_secret_type, wraps_secret
 
 SECRET_VARIABLE = "DRIVETRAIN_SECRET_"
 """With the name of a secret parameter in capitals: the environment variable it may come from."""
@@ -80,23 +72,17 @@ class Parameter:
         self.help, self.default_help = help, default_help
         self.behaviour = behaviour
         self.type = bool if is_flag else type
-        self.value_type = self._value_type()
+        try:
+            choices = self.allowed_values
+            self.value_type = declared_type(self.type) if choices is None else choice_of(choices)
+        except BadValue as problem:
+            raise ParameterError(f"parameter {name!r}: {problem}.") from None
         self.container: Callable[[list[object]], Any] = list
         """Container for the values of a `multiple` parameter."""
         self.is_standard = False
         """One of the parameters that every experiment has."""
         self.from_signature = False
         """Declared by the function's signature; an explicit declaration of the name may replace it."""
-
-    def _value_type(self) -> ValueType:
-        if self.is_flag:
-            return ValueType(read_bool, "BOOL")
-        if self.allowed_values is not None:
-            return choice_of(self.allowed_values)
-        try:
-            return declared_type(self.type)
-        except BadValue as problem:
-            raise ParameterError(f"parameter {self.name!r}: {problem}.") from None
 
     @property
     def is_secret(self) -> bool:
@@ -149,13 +135,7 @@ class Parameter:
         value = self.default() if self.calls_default else self.default
         if value is not None and wraps_secret(self.type) and not is_secret_value(value):
             return Secret(value)
-        return (
-            value
-            if self.calls_default
-            else copy.copy(self.default)
-            if isinstance(self.default, list | dict | set)
-            else self.default
-        )
+        return copy.copy(value) if isinstance(value, list | dict | set) else value
 
     def describe_default(self) -> str | None:
         """Return the default as help prints it, None where there is none."""
@@ -169,13 +149,13 @@ class Parameter:
             return "computed"
         return str(getattr(self.default, "name", self.default))
 
-    def differences(self, other: "Parameter") -> list[str]:
-        """Return in what two declarations differ; help texts do not count, and two functions with the same code are the same."""
-        return [name for name in COMPARED if not _is_same(getattr(self, name), getattr(other, name))]
-
-    def shown_field(self, name: str) -> str:
-        """Return one attribute as a message shows it."""
-        return self.shown(repr(getattr(self, name))) if name == "default" else repr(getattr(self, name))
+    def differences(self, other: "Parameter") -> dict[str, str]:
+        """Return how two declarations differ, by attribute; two functions with the same code are the same."""
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in COMPARED}
+        shown = {name: [repr(one) for one in pair] for name, pair in pairs.items() if not _is_same(*pair)}
+        if "default" in shown:
+            shown["default"] = [own.shown(text) for own, text in zip((self, other), shown["default"])]
+        return {name: " and ".join(texts) for name, texts in shown.items()}
 
     def with_default(self, default: object) -> "Parameter":
         """Return the same parameter with another default."""
@@ -207,22 +187,12 @@ class ParameterGroup:
         return list(self.parameters)
 
 
-class ParameterSet(Mapping[str, Parameter]):
+class ParameterSet(dict[str, Parameter]):
     """The parameters of one experiment or group, in order of declaration."""
 
     def __init__(self) -> None:
-        self._parameters: dict[str, Parameter] = {}
-        self._owners: dict[str, str] = {}  # flag: name of the parameter it means
+        super().__init__()
         self.groups: list[ParameterGroup] = []
-
-    def __getitem__(self, name: str) -> Parameter:
-        return self._parameters[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
 
     @property
     def secrets(self) -> frozenset[str]:
@@ -231,20 +201,28 @@ class ParameterSet(Mapping[str, Parameter]):
 
     def owner_of(self, flag: str) -> Parameter | None:
         """Return the parameter an option (without dashes, `_` for `-`) belongs to."""
-        name = self._owners.get(flag)
-        return None if name is None else self._parameters[name]
+        return next((parameter for parameter in self.values() if flag in parameter.flags), None)
 
     def add(self, parameter: Parameter) -> None:
         """Add a parameter; a name or flag that is taken already is an error."""
-        earlier = self._parameters.get(parameter.name)
+        earlier = self.get(parameter.name)
         if earlier is not None and earlier.from_signature:
             if parameter.default is None and earlier.default is not None:
                 parameter = parameter.with_default(earlier.default)
                 parameter.calls_default = earlier.calls_default
-            self._remove(earlier)
-        self._check_flags(parameter)
-        self._parameters[parameter.name] = parameter
-        self._owners |= dict.fromkeys(parameter.flags, parameter.name)
+            del self[parameter.name]
+        for flag in parameter.flags:
+            if (owner := self.owner_of(flag)) is not None:
+                raise ParameterError(
+                    f"parameter {parameter.name!r}: the option --{flag.replace('_', '-')} already belongs to the "
+                    f"parameter {owner.name!r}. Rename one of them."
+                )
+        for other in self:
+            if f"{parameter.name}.".startswith(f"{other}.") or other.startswith(f"{parameter.name}."):
+                raise ParameterError(
+                    f"parameter {parameter.name!r}: {other!r} is a parameter too, and a value cannot be both. Rename one."
+                )
+        self[parameter.name] = parameter
 
     def add_group(self, group: ParameterGroup) -> None:
         """Add all parameters of a group, and its title."""
@@ -268,40 +246,14 @@ class ParameterSet(Mapping[str, Parameter]):
         earlier = self.get(parameter.name)
         if earlier is None or parameter.is_standard:
             return earlier is None
-        different = parameter.differences(earlier)
+        different = earlier.differences(parameter)
         if different:
+            shown = ", ".join(f"{name}={both}" for name, both in different.items())
             raise ParameterError(
-                f"parameter {parameter.name!r} is inherited twice, with different {', '.join(different)}: "
-                + ", ".join(
-                    f"{name}={earlier.shown_field(name)} and {parameter.shown_field(name)}" for name in different
-                )
-                + ". Rename one of them, or make them the same."
+                f"parameter {parameter.name!r} is inherited twice, with different {', '.join(different)}: {shown}. "
+                "Rename one of them, or make them the same."
             )
         return False
-
-    def replace_default(self, name: str, default: object) -> None:
-        """Give a parameter that is here another default."""
-        self._parameters[name] = self._parameters[name].with_default(default)
-
-    def _check_flags(self, parameter: Parameter) -> None:
-        for flag in parameter.flags:
-            if flag in self._owners:
-                raise ParameterError(
-                    f"parameter {parameter.name!r}: the option --{flag.replace('_', '-')} already belongs to the "
-                    f"parameter {self._owners[flag]!r}. Rename one of them."
-                )
-        parts = parameter.name.split(".")
-        inside = [".".join(parts[:length]) for length in range(1, len(parts))]
-        around = [name for name in self._parameters if name.startswith(parameter.name + ".")]
-        for other in [name for name in inside if name in self._parameters] + around[:1]:
-            raise ParameterError(
-                f"parameter {parameter.name!r}: {other!r} is a parameter too, and a value cannot be both. Rename one."
-            )
-
-    def _remove(self, parameter: Parameter) -> None:
-        del self._parameters[parameter.name]
-        for flag in parameter.flags:
-            del self._owners[flag]
 
 
 MODES = ("off", "warn", "strict")
@@ -328,11 +280,6 @@ def wants_cpu(values: Mapping[str, object]) -> bool:
     return str(device) == "cpu" or (device in (None, "auto") and not values["cuda"])
 
 
-def fresh_seed() -> int:
-    """Return 32 random bits of the operating system, independent of `random`."""
-    return random.SystemRandom().getrandbits(32)
-
-
 def standard_parameters() -> list[Parameter]:
     """Return new standard parameters, in the order help prints them."""
     return [
@@ -348,7 +295,13 @@ def standard_parameters() -> list[Parameter]:
             "the command line override it. May be repeated; later files override earlier ones.",
             allow_from_file=False,
         ),
-        Parameter("random_seed", int, fresh_seed, help="Seed of all random numbers.", default_help="random 32 bits"),
+        Parameter(
+            "random_seed",
+            int,
+            lambda: random.SystemRandom().getrandbits(32),  # independent of the state of `random`
+            help="Seed of all random numbers.",
+            default_help="random 32 bits",
+        ),
         Parameter("debug", is_flag=True, help="Log debug messages too."),
         Parameter("checkpoint", Path, None, help="Start a new run from the state in this checkpoint."),
         Parameter(

@@ -5,7 +5,9 @@ callbacks. Nothing is loaded before the first experiment is declared, and a plug
 """
 
 import logging
+from bisect import insort
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 from drivetrain.core.types import Settings
@@ -13,26 +15,27 @@ from drivetrain.core.types import Settings
 logger = logging.getLogger("drivetrain")
 
 ENTRY_POINTS = "drivetrain.plugins"
+PRIORITY = itemgetter(0)
 
 
 class App:
     """Where plugins leave their callbacks; a lower priority is called earlier."""
 
     def __init__(self) -> None:
-        self._callbacks: dict[str, list[tuple[int, Callable[..., object]]]] = {"created": [], "before": [], "after": []}
+        self._callbacks: dict[str, list[tuple[int, Callable[..., Any]]]] = {"created": [], "before": [], "after": []}
         self._loaded = False
 
     def on_experiment_created(self, callback: Callable[[Any], Any], priority: int = 50) -> None:
         """Call `callback(experiment)` for every experiment declared from now on; it may return another in its place."""
-        self._add("created", callback, priority)
+        insort(self._callbacks["created"], (priority, callback), key=PRIORITY)
 
     def on_before_experiment(self, callback: Callable[[Any, Settings], Any], priority: int = 50) -> None:
         """Call `callback(experiment, params)` before the main function of each run."""
-        self._add("before", callback, priority)
+        insort(self._callbacks["before"], (priority, callback), key=PRIORITY)
 
     def on_after_experiment(self, callback: Callable[[BaseException | None], Any], priority: int = 50) -> None:
         """Call `callback(error)` after the main function of each run; None is a good end."""
-        self._add("after", callback, priority)
+        insort(self._callbacks["after"], (priority, callback), key=PRIORITY)
 
     def get_api_object(self) -> Any:
         """Return the package that plugins may extend with names of their own."""
@@ -55,31 +58,25 @@ class App:
 
     def experiment_created(self, experiment: Any) -> Any:
         """Let plugins see, change or replace a new experiment."""
-        for callback in self._in_order("created"):
+        for _, callback in self._callbacks["created"]:
             experiment = callback(experiment) or experiment
         return experiment
 
     def before_experiment(self, experiment: Any, params: Settings) -> None:
         """Call the callbacks of a run's start."""
-        for callback in self._in_order("before"):
+        for _, callback in self._callbacks["before"]:
             callback(experiment, params)
 
     def after_experiment(self, error: BaseException | None) -> None:
         """Call the callbacks of a run's end, all of them, and then raise the first error among them."""
         failure: Exception | None = None
-        for callback in self._in_order("after"):
+        for _, callback in self._callbacks["after"]:
             try:
                 callback(error)
             except Exception as problem:
                 failure = failure or problem
         if failure is not None:
             raise failure
-
-    def _add(self, event: str, callback: Callable[..., object], priority: int) -> None:
-        self._callbacks[event].append((priority, callback))
-
-    def _in_order(self, event: str) -> list[Callable[..., object]]:
-        return [callback for _, callback in sorted(self._callbacks[event], key=lambda entry: entry[0])]
 
 
 app = App()

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -55,10 +55,8 @@ class ExperimentReference:
     def load(self) -> "Experiment":
         """Return the experiment, importing its module if that has not happened yet."""
         module = sys.modules.get(self.module)
-        if module is None and self.file is None:
-            module = importlib.import_module(self.module)
-        elif module is None:
-            module = load_file(str(self.file), self.module)
+        if module is None:
+            module = load_file(self.file, self.module) if self.file else importlib.import_module(self.module)
         found: Experiment = getattr(module, self.attribute)
         return found
 
@@ -78,7 +76,9 @@ def reference_to(experiment: "Experiment") -> ExperimentReference:
     """Return how another process finds the experiment; an `ExperimentError` explains why it cannot."""
     name = experiment.main_function.__module__
     module = sys.modules.get(name)
-    attribute = _attribute(experiment, vars(module)) if module is not None else None
+    names = {} if module is None else vars(module)
+    likely = experiment.main_function.__name__
+    attribute = next((entry for entry in (likely, *names) if names.get(entry) is experiment), None)
     way_out = "Define it at the top level of a module or script."
     if attribute is None:
         raise ExperimentError(
@@ -86,25 +86,16 @@ def reference_to(experiment: "Experiment") -> ExperimentReference:
             f"{name!r} (it was defined inside a function?). {way_out}"
         )
     file = getattr(module, "__file__", None)
-    if name == "__main__":
-        if file is None or not Path(file).is_file():
-            raise ExperimentError(
-                f"the experiment {experiment.name!r} was defined in a notebook or at a prompt, where a new process cannot "
-                f"find it. {way_out}"
-            )
+    if name == "__main__" and not (file and Path(file).is_file()):
+        raise ExperimentError(
+            f"the experiment {experiment.name!r} was defined in a notebook or at a prompt, where a new process cannot "
+            f"find it. {way_out}"
+        )
+    if name == "__main__" or _is_importable(name, file):
         return ExperimentReference(name, None, attribute)
-    if _is_importable(name, file):
-        return ExperimentReference(name, None, attribute)
-    if file is None or not Path(file).is_file():
+    if not (file and Path(file).is_file()):
         raise ExperimentError(f"the module {name!r} of experiment {experiment.name!r} has no file to load. {way_out}")
     return ExperimentReference(name, str(Path(file).resolve()), attribute)
-
-
-def _attribute(experiment: "Experiment", names: dict[str, object]) -> str | None:
-    likely = experiment.main_function.__name__
-    if names.get(likely) is experiment:
-        return str(likely)
-    return next((name for name, value in names.items() if value is experiment), None)
 
 
 def _is_importable(name: str, file: str | None) -> bool:
@@ -117,12 +108,9 @@ def _is_importable(name: str, file: str | None) -> bool:
     if spec is None or (file is not None and spec.origin is not None and Path(spec.origin) != Path(file)):
         return False
     # find_spec answers from sys.modules first, so the search path is asked as well.
-    return importlib.machinery.PathFinder.find_spec(name, _search_path(name)) is not None
-
-
-def _search_path(name: str) -> Sequence[str] | None:
     parent = name.rpartition(".")[0]
-    return getattr(sys.modules[parent], "__path__", None) if parent else None
+    search_path = getattr(sys.modules[parent], "__path__", None) if parent else None
+    return importlib.machinery.PathFinder.find_spec(name, search_path) is not None
 
 
 def must_launch(resolved: Resolved) -> bool:
@@ -143,18 +131,20 @@ def launch_experiment(
         if values["node_rank"] == 0:  # node 0 makes it, so the others may find it made
             check_is_new(folder)
         options = options | {"folder": folder}
-    single = (
-        values["nnodes"] == 1 and not resolved.is_declared("master_addr") and not resolved.is_declared("master_port")
-    )
+    chosen = any(resolved.is_declared(name) for name in ("master_addr", "master_port"))
+    try:
+        experiment_or_names: Experiment | ExperimentReference = reference_to(experiment)
+    except ExperimentError:  # workers that are forked can be given the experiment itself
+        experiment_or_names = experiment
     try:
         results = launch(
             worker,
             values["nproc_per_node"],
-            args=(_portable(experiment), resolved, options),
+            args=(experiment_or_names, resolved, options),
             nnodes=values["nnodes"],
             node_rank=values["node_rank"],
             master_addr=values["master_addr"],
-            master_port=None if single else values["master_port"],
+            master_port=values["master_port"] if chosen or values["nnodes"] != 1 else None,
             max_restarts=values["max_restarts"],
         )
     except WorkerFailed as failure:
@@ -164,14 +154,6 @@ def launch_experiment(
             failure.add_note(f"run folder: {Path(options['folder'])}")
         raise
     return results[0]
-
-
-def _portable(experiment: "Experiment") -> "Experiment | ExperimentReference":
-    """Return names by which workers find the experiment; without any it is passed as it is, which needs forking."""
-    try:
-        return reference_to(experiment)
-    except ExperimentError:
-        return experiment
 
 
 def start_process(target: Callable[..., object], *args: object, ends_with_run: bool = False) -> BaseProcess:
@@ -187,14 +169,13 @@ def end_subprocesses() -> None:
     """Wait for the subprocesses of the run that ends; terminate those that take too long, then kill them."""
     processes = [process for process in _started if process.is_alive()]
     _started.clear()
-    for seconds, act in ((WAIT_SECONDS, "terminate"), (END_SECONDS, "kill"), (END_SECONDS, None)):
+    for seconds, act in ((WAIT_SECONDS, "terminate"), (END_SECONDS, "kill"), (END_SECONDS, "")):
         deadline = time.monotonic() + seconds
         while processes and (left := deadline - time.monotonic()) > 0:
             wait([process.sentinel for process in processes], timeout=left)
             processes = [process for process in processes if process.is_alive()]
-        for process in processes:
-            if act is not None:
-                getattr(process, act)()
+        for process in processes if act else []:
+            getattr(process, act)()
 
 
 def leave_launched_world() -> None:

@@ -93,16 +93,8 @@ def _forward(name: str, function: Any) -> None:
 # Python looks special methods up on the type, so each one is forwarded by name.
 for _name in "lt le eq ne gt ge getitem setitem delitem contains".split():
     _forward(f"__{_name}__", getattr(operator, f"__{_name}__"))
-for _name, _function in {
-    "str": str,
-    "len": len,
-    "iter": iter,
-    "bool": bool,
-    "int": int,
-    "float": float,
-    "hash": hash,
-}.items():
-    _forward(f"__{_name}__", _function)
+for _function in (str, len, iter, bool, int, float, hash):
+    _forward(f"__{_function.__name__}__", _function)
 for _name in "add sub mul truediv floordiv mod pow and or xor".split():
     _operation = getattr(operator, f"__{_name}__")
     _forward(f"__{_name}__", _operation)

@@ -5,7 +5,7 @@ import math
 import os
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -25,46 +25,25 @@ from drivetrain.experiment.run_folder import (
     REMARKS,
     STATUS,
     SWEEPS,
+    is_number,
     read_json,
     write_json,
 )
 
-RUNNING, FINISHED, FAILED, INTERRUPTED, LOST = "running", "finished", "failed", "interrupted", "lost"
-PRUNED = "pruned"
+STATES = RUNNING, FINISHED, PRUNED, FAILED, INTERRUPTED, LOST = (
+    "running finished pruned failed interrupted lost".split()
+)
 START_ONLY = frozenset(("resume", "run_name", "params_file", "subprocess", "local_rank"))
 """Parameters of one start of a program: never read from a file, and not shown among the parameters of a run."""
 
-STATES = (RUNNING, FINISHED, PRUNED, FAILED, INTERRUPTED, LOST)
-
-
-MANIFEST_FIELDS: dict[str, type | types.UnionType] = {
-    "experiment": str,
-    "source": str,
-    "source_sha256": str,
-    "function": str,
-    "started": int | float,
-    "argv": list,
-    "origins": dict,
-    "processes": int,
-    "trial": dict,
-    "resumed": list,
-    "host": dict,
-    "devices": list,
-    "git": dict,
-    "packages": dict,
-    "directions": dict,
+FIELDS: dict[str, type | types.UnionType] = {
+    **dict.fromkeys(("experiment", "source", "source_sha256", "function", "state", "error"), str),
+    **dict.fromkeys(("started", "heartbeat", "seconds"), int | float),
+    **dict.fromkeys(("processes", "step", "restarts", "exit_code"), int),
+    **dict.fromkeys(("argv", "resumed", "devices"), list),
+    **dict.fromkeys(("origins", "trial", "host", "git", "packages", "directions"), dict),
 }
-STATUS_FIELDS: dict[str, type | types.UnionType] = {
-    "state": str,
-    "step": int,
-    "started": int | float,
-    "heartbeat": int | float,
-    "seconds": int | float,
-    "restarts": int,
-    "exit_code": int,
-    "error": str,
-}
-"""The types of the entries that readers rely on."""
+"""The types of the entries of a manifest or status that readers rely on."""
 
 
 @lru_cache(maxsize=64)
@@ -137,11 +116,6 @@ class RunRecord:
         return {name: value for name, value in self.parameters.items() if name not in START_ONLY}
 
     @property
-    def is_own_seed(self) -> bool:
-        """Whether somebody gave the seed, so that it counts among the parameters."""
-        return self.origins.get("random_seed", "default") not in ("default", "sweep")
-
-    @property
     def started(self) -> float:
         """When the run began, in seconds since 1970."""
         return float(self.manifest.get("started") or 0.0)
@@ -150,6 +124,12 @@ class RunRecord:
     def result(self) -> Any:
         """What the main function returned, as far as JSON can hold it."""
         return self.status.get("result")
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The numbers that the main function returned; one that has no name is `result`."""
+        entries = self.result if isinstance(self.result, dict) else {"result": self.result}
+        return {str(name): value for name, value in entries.items() if is_number(value)}
 
     @property
     def metrics_path(self) -> Path:
@@ -189,19 +169,19 @@ def read_run(folder: str | Path) -> RunRecord:
     return RunRecord(
         folder=folder,
         parameters=parameters,
-        manifest=_well_formed(read_json(folder / MANIFEST), MANIFEST_FIELDS),
+        manifest=_well_formed(read_json(folder / MANIFEST)),
         is_live=is_locked(folder),  # before the status: a run that ends in between then shows its end
-        status=_well_formed(read_json(folder / STATUS), STATUS_FIELDS),
+        status=_well_formed(read_json(folder / STATUS)),
     )
 
 
-def _well_formed(content: Settings, fields: Mapping[str, type | types.UnionType]) -> Settings:
+def _well_formed(content: Settings) -> Settings:
     """Return what a file holds without the entries that have another type than we write, so that readers need no checks."""
 
     def fits(name: str, value: object) -> bool:
-        if value is None or name not in fields:
+        if value is None or name not in FIELDS:
             return True
-        return isinstance(value, fields[name]) and not (isinstance(value, float) and not math.isfinite(value))
+        return isinstance(value, FIELDS[name]) and not (isinstance(value, float) and not math.isfinite(value))
 
     return {name: value for name, value in content.items() if fits(name, value)}
 
@@ -212,16 +192,16 @@ def find_runs(place: str | Path, depth: int = 4) -> Iterator[RunRecord]:
     yield from sorted(records, key=lambda record: (record.started, record.folder.name))
 
 
-def run_folders(place: Path, depth: int = 4) -> Iterator[Path]:
-    """Yield the folders of the runs in a place, without reading them."""
+def run_folders(place: Path, depth: int = 4, is_wanted: Callable[[Path], bool] = is_run) -> Iterator[Path]:
+    """Yield the folders of the runs in a place, or other folders that are wanted, without reading them."""
     if not place.is_dir():
         return
-    if is_run(place):
+    if is_wanted(place):
         yield place
-    elif depth > 0:
+    elif depth > 0 and not is_run(place):
         for entry in sorted(place.iterdir()):
             if is_real_folder(entry) and not entry.name.startswith("."):
-                yield from run_folders(entry, depth - 1)
+                yield from run_folders(entry, depth - 1, is_wanted)
 
 
 FRESH = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_([0-9a-z]{6})")
@@ -244,7 +224,7 @@ def short_id(folder: Path) -> str:
 
 def find_by_id(place: Path, wanted: str, depth: int = 4) -> list[Path]:
     """Return the run and sweep folders in a place that a short id names; the first characters of one are enough if there are three."""
-    folders = [*run_folders(place, depth), *sweep_folders(place, depth)]
+    folders = [*run_folders(place, depth), *run_folders(place, depth, is_sweep)]
     ids = {folder: short_id(folder) for folder in folders}
     same = [folder for folder, own in ids.items() if wanted in (own, folder.name)]
     return same or [folder for folder, own in ids.items() if len(wanted) >= 3 and own.startswith(wanted)]
@@ -252,19 +232,7 @@ def find_by_id(place: Path, wanted: str, depth: int = 4) -> list[Path]:
 
 def is_sweep(folder: Path) -> bool:
     """Return whether a folder is that of a sweep."""
-    return is_regular(folder / JOURNAL)
-
-
-def sweep_folders(place: Path, depth: int = 4) -> Iterator[Path]:
-    """Yield the sweep folders in a place."""
-    if not place.is_dir() or is_run(place):
-        return
-    if is_sweep(place):
-        yield place
-    elif depth > 0:
-        for entry in sorted(place.iterdir()):
-            if is_real_folder(entry) and not entry.name.startswith("."):
-                yield from sweep_folders(entry, depth - 1)
+    return is_regular(folder / JOURNAL) and not is_run(folder)
 
 
 def read_remarks(folder: Path) -> tuple[list[str], str]:

@@ -9,8 +9,8 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,14 +47,6 @@ class Given(NamedTuple):
     """Whether `${name}` in it refers to a parameter."""
 
 
-class GivenTwice(ParameterError):
-    """One parameter under two spellings, `batch-size` and `batch_size`; `keys` is the path of the second one."""
-
-    def __init__(self, message: str, keys: tuple[str, ...] = ()):
-        super().__init__(message)
-        self.keys = keys
-
-
 @dataclass
 class Resolved:
     """The values of one run, and where each came from."""
@@ -66,10 +58,6 @@ class Resolved:
     """Parameters whose values are masked wherever they are written."""
     public: frozenset[str] = frozenset()
     """Parameters that were declared not to be secret, so that nothing within them is masked."""
-
-    def copy(self) -> "Resolved":
-        """Return the same with values and origins of its own."""
-        return replace(self, values=dict(self.values), origins=dict(self.origins))
 
     def shown(self) -> Settings:
         """Return the values as files and screens show them."""
@@ -267,25 +255,32 @@ def _items(text: str, origin: str) -> list[str]:
         raise ParameterError(f"{origin}: the value cannot be split into items: {error}.") from None
 
 
+Keys = tuple[str, ...]
+
+
 def flatten(
-    values: Mapping[str, object], parameters: ParameterSet, prefix: str = ""
-) -> dict[str, tuple[Any, tuple[str, ...]]]:
+    values: Mapping[str, object],
+    parameters: ParameterSet,
+    prefix: str = "",
+    place_of: Callable[[Keys], str] = lambda keys: "",
+) -> dict[str, tuple[Any, Keys]]:
     """Return each value under its full name, with the path of keys it was found at: `opt: {lr: 1}` gives `opt.lr`.
 
-    A dataclass instance counts as its fields. Names that no parameter has come out as they are.
+    A dataclass instance counts as its fields. Names that no parameter has come out as they are. One parameter under two spellings,
+    `batch-size` and `batch_size`, is an error; `place_of` gives the start of its message.
     """
-    found: dict[str, tuple[Any, tuple[str, ...]]] = {}
-    _flatten(values, (), prefix, parameters, found)
+    found: dict[str, tuple[Any, Keys]] = {}
+    for name, value, keys in _leaves(values, (), prefix, parameters):
+        if name in found:
+            spellings = f"{'.'.join(found[name][1])} and {'.'.join(keys)}"
+            raise ParameterError(f"{place_of(keys)}{name} is given twice, as {spellings}.")
+        found[name] = (value, keys)
     return found
 
 
-def _flatten(
-    values: Mapping[str, object],
-    path: tuple[str, ...],
-    prefix: str,
-    parameters: ParameterSet,
-    found: dict[str, tuple[Any, tuple[str, ...]]],
-) -> None:
+def _leaves(
+    values: Mapping[str, object], path: Keys, prefix: str, parameters: ParameterSet
+) -> Iterator[tuple[str, Any, Keys]]:
     for key, value in values.items():
         name = f"{prefix}{key}" if isinstance(key, str) else str(key)
         if isinstance(key, str) and name not in parameters:
@@ -296,12 +291,9 @@ def _flatten(
         if inside and value is None:
             continue
         if inside and isinstance(value, Mapping):
-            _flatten(value, (*path, str(key)), name + ".", parameters, found)
-        elif name in found:
-            keys = (*path, str(key))
-            raise GivenTwice(f"{name} is given twice, as {'.'.join(found[name][1])} and {'.'.join(keys)}.", keys)
+            yield from _leaves(value, (*path, str(key)), name + ".", parameters)
         else:
-            found[name] = (value, (*path, str(key)))
+            yield name, value, (*path, str(key))
 
 
 def groups_of(parameters: ParameterSet) -> list[str]:
@@ -341,12 +333,9 @@ class ParameterFiles:
 
     def _own_values(self, file: "YamlFile", own: Mapping[str, object], group: str, refers: bool) -> dict[str, Given]:
         parameters, given = self._parameters, dict[str, Given]()
-        try:
-            flat = flatten(own, parameters, group)
-        except GivenTwice as error:
-            raise ParameterError(f"{file.name}:{file.line(*error.keys) or 1}: {error}") from None
-        for name, (value, keys) in flat.items():
-            place = f"{file.name}:{file.line(*keys) or 1}"
+        place_of = lambda keys: f"{file.name}:{file.line(*keys) or 1}"
+        for name, (value, keys) in flatten(own, parameters, group, lambda keys: f"{place_of(keys)}: ").items():
+            place = place_of(keys)
             if name not in parameters:
                 raise ParameterError(f"{place}: {unknown_parameter(group + '.'.join(keys), parameters)}")
             parameter = parameters[name]

@@ -14,7 +14,6 @@ from typing import Any
 
 from drivetrain.core.errors import ParameterError, ResumeError
 from drivetrain.core.locking import is_locked
-from drivetrain.core.types import Settings
 from drivetrain.experiment.parameters import BOOKKEEPING, ParameterSet
 from drivetrain.experiment.records import RunRecord, find_by_id, find_runs, is_run, read_run
 from drivetrain.experiment.resolve import Resolved, holds_mask, masked_value
@@ -41,18 +40,14 @@ class Beginning:
 
 def identity(resolved: Resolved, parameters: ParameterSet) -> str:
     """Return a hash of the parameters that make a run this run."""
-    text = json.dumps(_compared(resolved, parameters), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _compared(resolved: Resolved, parameters: ParameterSet) -> Settings:
-    return {
+    compared = {
         name: plain(resolved.shown_value(name, value))
         for name, value in resolved.values.items()
         if name not in BOOKKEEPING | resolved.secrets  # a key that was renewed makes no other run
         and not parameters[name].resumable
         and (name != SEED or resolved.is_declared(SEED))
     }
+    return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()
 
 
 def choose_beginning(
@@ -97,50 +92,39 @@ def _continue_path(path: Path, resolved: Resolved, parameters: ParameterSet, for
 
 def continue_run(record: RunRecord, resolved: Resolved, parameters: ParameterSet, *, force: bool = False) -> Beginning:
     """Continue one run: use its seed and the values that were not set now, and raise for values that contradict it."""
-    if record.is_live and is_locked(
-        record.folder, is_patient=True
-    ):  # a process on another machine may have died just now
+    # Patiently: a process on another machine may have died just now.
+    if record.is_live and is_locked(record.folder, is_patient=True):
         raise ResumeError(
             f"the run {record.folder} is still running in another process, which holds its lock. Wait until it ends, or "
             "start another run with --resume never."
         )
-    beginning = Beginning(record=record)
-    given = {name: value for name, value in resolved.values.items() if resolved.is_declared(name)}
-    changed, differing = [], []
+    changed, differing = list[str](), list[str]()
     for name, parameter in parameters.items():
         if name in BOOKKEEPING or name not in record.parameters:
             continue
         stored = record.manifest.get("seed") if name == SEED else record.parameters[name]
-        now = plain(resolved.shown_value(name, resolved.values[name]))
-        if name not in given and holds_mask(parameter, stored):
+        now, is_given = plain(resolved.shown_value(name, resolved.values[name])), resolved.is_declared(name)
+        if not is_given and holds_mask(parameter, stored):
             raise ResumeError(masked_value(parameter, f"the parameters of {record.folder}"))
-        if now == stored or (name in given and parameter.is_secret):
+        if now == stored or (is_given and parameter.is_secret):
             continue
-        line = f"{name}: {stored!r} in the run, {now!r} now"
-        if name not in given:
-            if stored is not None:
-                resolved.values[name] = _stored_value(parameters, name, stored)
-            resolved.origins[name] = record.origins.get(name, "default")
-        elif parameter.resumable:
-            changed.append(line)
-        else:
-            differing.append(line)
+        if is_given:
+            (changed if parameter.resumable else differing).append(f"{name}: {stored!r} in the run, {now!r} now")
+            continue
+        resolved.origins[name] = record.origins.get(name, "default")
+        if stored is not None:
+            try:
+                resolved.values[name] = parameter.read(stored, is_text=False, where="parameters.yaml")
+            except ParameterError as error:
+                raise ResumeError(f"the run's own parameters cannot be read: {error}") from error
     if differing and not force:
         raise ResumeError(
             f"the run {record.folder} was started with other parameters, so it cannot be resumed:\n  "
             + "\n  ".join(differing)
             + "\nGive the same values, mark the parameter resumable, accept the change with --force, or start a new run."
         )
-    beginning.notes = [f"changed on resume: {line}" for line in changed + differing]
-    beginning.is_finished = record.has_ended and not changed and not differing
-    return beginning
-
-
-def _stored_value(parameters: ParameterSet, name: str, stored: object) -> object:
-    try:
-        return parameters[name].read(stored, is_text=False, where="parameters.yaml")
-    except ParameterError as error:
-        raise ResumeError(f"the run's own parameters cannot be read: {error}") from error
+    notes = [f"changed on resume: {line}" for line in changed + differing]
+    return Beginning(record, is_finished=record.has_ended and not notes, notes=notes)
 
 
 def restorer_for(folder: Path, which: Path | None) -> Callable[[Any], Mapping[str, object] | None]:

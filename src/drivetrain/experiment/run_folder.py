@@ -17,10 +17,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import date, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from drivetrain.core.display import printable_lines
 from drivetrain.core.errors import ExperimentError, ParameterError
@@ -29,13 +29,8 @@ from drivetrain.core.secret import hide
 from drivetrain.core.types import Settings
 from drivetrain.runtime.run import ExperimentRun
 
-PARAMETERS, MANIFEST, STATUS, LOG, METRICS = (
-    "parameters.yaml",
-    "manifest.json",
-    "status.json",
-    "log.txt",
-    "metrics.jsonl",
-)
+PARAMETERS, MANIFEST, STATUS = "parameters.yaml", "manifest.json", "status.json"
+LOG, METRICS = "log.txt", "metrics.jsonl"
 SWEEPS, JOURNAL = "sweeps", "sweep.jsonl"
 """The folder of an experiment's sweeps, and the file of each."""
 REMARKS = "remarks.json"
@@ -59,13 +54,12 @@ def fresh_name() -> str:
 
 def run_path(output_dir: str | os.PathLike[str], experiment: str, run_name: str | None = None) -> Path:
     """Return the path of a new run folder, without making it."""
-    if run_name is not None and (
-        run_name in ("", ".", "..", SWEEPS) or any(sign in run_name for sign in "/\\\0") or len(run_name) > 200
-    ):
+    name = fresh_name() if run_name is None else run_name
+    if name in ("", ".", "..", SWEEPS) or any(sign in name for sign in "/\\\0") or len(name) > 200:
         raise ParameterError(
-            f"run_name: {run_name!r} cannot name a folder. Give one plain name, such as 'baseline'; set the folder with --output-dir."
+            f"run_name: {name!r} cannot name a folder. Give one plain name, such as 'baseline'; set the folder with --output-dir."
         )
-    return Path(output_dir).resolve() / experiment / (fresh_name() if run_name is None else run_name)
+    return Path(output_dir).resolve() / experiment / name
 
 
 def check_is_new(folder: Path) -> None:
@@ -120,8 +114,8 @@ def plain(value: object) -> Any:
     >>> plain({"path": Path("a"), "betas": (0.9, 0.99)})
     {'path': 'a', 'betas': [0.9, 0.99]}
     """
-    if value is None or type(value) in (bool, int, float, str):
-        return value
+    if value is None:
+        return None
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, Mapping):
@@ -132,10 +126,16 @@ def plain(value: object) -> Any:
         return sorted((plain(item) for item in value), key=str)
     if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
         return {name: plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    if isinstance(value, bool | int | float | str):  # subclasses, such as a numpy float
-        return next(kind(value) for kind in (bool, int, float, str) if isinstance(value, kind))
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):  # a subclass too, such as a numpy float
+            return kind(value)
     number = _number(value)
     return str(value) if number is None else number
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether a value is a number; True and False are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_plain(value: object) -> bool:
@@ -163,6 +163,8 @@ def describe_run(source: str | None, hidden: Iterable[str], **fields: object) ->
 
     `hidden` are secret texts, which uncommitted changes of the code may hold too.
     """
+    import platform
+
     git = _git(str(Path(source).parent) if source else os.getcwd())
     return {
         "schema": SCHEMA,
@@ -172,7 +174,14 @@ def describe_run(source: str | None, hidden: Iterable[str], **fields: object) ->
         "started": time.time(),
         "plan": None,
         "resumed": [],
-        "host": _host(),
+        "host": {
+            "name": platform.node(),
+            "system": platform.platform(),
+            "python": platform.python_version(),
+            "processor": platform.processor() or platform.machine(),
+            "cpus": os.cpu_count(),
+            "folder": os.getcwd(),
+        },
         "git": None if git is None else {name: hide(text, hidden) for name, text in git.items()},
         "packages": _packages(),
     }
@@ -193,19 +202,6 @@ def add_to_manifest(folder: Path, **fields: object) -> None:
     write_json(folder / MANIFEST, read_json(folder / MANIFEST) | fields)
 
 
-def _host() -> dict[str, object]:
-    import platform
-
-    return {
-        "name": platform.node(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "processor": platform.processor() or platform.machine(),
-        "cpus": os.cpu_count(),
-        "folder": os.getcwd(),
-    }
-
-
 @functools.cache
 def _packages() -> dict[str, str]:
     import importlib.metadata
@@ -223,26 +219,23 @@ def _packages() -> dict[str, str]:
 @functools.cache
 def _git(folder: str) -> dict[str, str] | None:
     """Return commit and uncommitted changes, None outside a repository; the code of a process does not change later."""
-    commit = _git_output(folder, "rev-parse", "HEAD")
-    if commit is None:
-        return None
-    diff = _git_output(folder, "diff", "HEAD") or ""
-    if len(diff) > MAX_DIFF:
-        diff = diff[:MAX_DIFF] + f"\n... {len(diff) - MAX_DIFF} more characters"
-    branch = _git_output(folder, "rev-parse", "--abbrev-ref", "HEAD") or ""
-    return {"commit": commit.strip(), "branch": branch.strip(), "diff": diff}
-
-
-def _git_output(folder: str, *arguments: str) -> str | None:
     import subprocess
 
-    try:
-        done = subprocess.run(
-            ["git", "-C", folder, *arguments], capture_output=True, text=True, errors="replace", timeout=10, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
+    def output(*arguments: str) -> str:
+        with suppress(OSError, subprocess.SubprocessError):
+            command = ["git", "-C", folder, *arguments]
+            return subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=10, check=True
+            ).stdout
+        return ""
+
+    commit = output("rev-parse", "HEAD").strip()
+    if not commit:
         return None
-    return done.stdout if done.returncode == 0 else None
+    diff = output("diff", "HEAD")
+    if len(diff) > MAX_DIFF:
+        diff = diff[:MAX_DIFF] + f"\n... {len(diff) - MAX_DIFF} more characters"
+    return {"commit": commit, "branch": output("rev-parse", "--abbrev-ref", "HEAD").strip(), "diff": diff}
 
 
 class StatusFile:
@@ -262,36 +255,28 @@ class StatusFile:
             "error": None,
         }
         self._done = threading.Event()
-        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._beat, name="drivetrain-heartbeat", daemon=True)
-
-    def begin(self) -> None:
-        """Write the file and update it regularly."""
         self._write()
         self._thread.start()
 
     def end(self, state: str, *, exit_code: int, error: str | None = None, **fields: object) -> None:
         """Write how the run ended."""
         self._done.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
         self._fields |= {"state": state, "exit_code": exit_code, "error": error, **fields}
         self._write()
 
     def _beat(self) -> None:
         while not self._done.wait(HEARTBEAT_SECONDS):
-            try:
+            with suppress(OSError):  # a full disk must not end the run; the next beat tries again
                 self._write()
-            except OSError:  # a full disk must not end the run; the next beat tries again
-                continue
 
     def _write(self) -> None:
-        with self._lock:
-            step = getattr(self._run.recorder, "count", None)
-            if isinstance(step, int):
-                self._fields["step"] = step
-            self._fields |= {"heartbeat": time.time(), "seconds": round(self._run.elapsed, 3)}
-            write_json(self._path, self._fields)
+        step = getattr(self._run.recorder, "count", None)
+        if isinstance(step, int):
+            self._fields["step"] = step
+        self._fields |= {"heartbeat": time.time(), "seconds": round(self._run.elapsed, 3)}
+        write_json(self._path, self._fields)
 
 
 COLOURS = {"DEBUG": "35", "INFO": "34", "WARNING": "33", "ERROR": "31", "CRITICAL": "31"}
@@ -313,45 +298,20 @@ class LineFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Put one line together."""
-        level = f"[{record.levelname}]"
+        level, message = f"[{record.levelname}]", record.message
         if self._colours and record.levelname in COLOURS:
             level = f"\033[{COLOURS[record.levelname]}m{level}\033[0m"
-        parts = [f"[{self.formatTime(record, self.datefmt)}]"] if self._shows_time else []
-        parts += (
-            [level] + ([f"[RANK {self._rank}]"] if self._rank else []) + [f"[{record.name}]", self._message(record)]
-        )
-        return " ".join(parts)
-
-    @staticmethod
-    def _message(record: logging.LogRecord) -> str:
-        """Return the message; our own may carry names from files, so control characters are written as escapes."""
-        own = record.name.partition(".")[0] == "drivetrain"
-        return printable_lines(record.message) if own else record.message
-
-
-class _FileHandler(logging.StreamHandler):
-    """Appends to a regular file; a link in its place is not followed."""
-
-    def __init__(self, path: Path) -> None:
-        descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE)
-        super().__init__(os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace"))
-
-    def close(self) -> None:
-        """Close the file."""
-        super().close()
-        self.stream.close()
+        if record.name.partition(".")[0] == "drivetrain":  # our own may carry names from files
+            message = printable_lines(message)
+        time = f"[{self.formatTime(record, self.datefmt)}]" if self._shows_time else ""
+        rank = f"[RANK {self._rank}]" if self._rank else ""
+        return " ".join([*filter(None, (time, level, rank)), f"[{record.name}]", message])
 
 
 class _ConsoleHandler(logging.StreamHandler):
     """Writes to the present stderr, so that it survives a redirection."""
 
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-        self.addFilter(lambda record: not getattr(record, "file_only", False))
-
-    @property
-    def stream(self) -> Any:
-        return sys.stderr
+    stream = property(lambda self: sys.stderr, lambda self, value: None)
 
 
 def log_file(folder: Path, rank: int) -> Path:
@@ -364,10 +324,14 @@ def run_log(folder: Path, rank: int, *, debug: bool, hidden: Iterable[str] = ())
     """Log to the run's folder, and on rank 0 to the console unless the program does that already; `hidden` texts are masked."""
     root = logging.getLogger()
     level = logging.DEBUG if debug else logging.INFO
-    handlers: list[logging.Handler] = [_FileHandler(log_file(folder, rank))]
+    # A link in the file's place is not followed.
+    descriptor = open_regular(log_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE)
+    stream = os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace")
+    handlers: list[logging.Handler] = [logging.StreamHandler(stream)]
     handlers[0].setFormatter(LineFormatter(rank, shows_time=True, colours=False, hidden=hidden))
     if rank == 0 and not root.handlers:
         console = _ConsoleHandler()
+        console.addFilter(lambda record: not getattr(record, "file_only", False))
         colours = sys.stderr.isatty() and "NO_COLOR" not in os.environ
         console.setFormatter(LineFormatter(rank, shows_time=False, colours=colours, hidden=hidden))
         handlers.append(console)
@@ -383,3 +347,4 @@ def run_log(folder: Path, rank: int, *, debug: bool, hidden: Iterable[str] = ())
         for handler in handlers:
             root.removeHandler(handler)
             handler.close()
+        stream.close()

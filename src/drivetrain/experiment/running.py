@@ -10,9 +10,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,46 +22,12 @@ from drivetrain.core.errors import ExperimentError, ResumeError
 from drivetrain.core.locking import FolderLock
 from drivetrain.core.secret import hide, mask_command
 from drivetrain.core.types import Settings
-from drivetrain.experiment import proxies
+from drivetrain.experiment import processes, proxies, resume, run_folder
 from drivetrain.experiment.parameters import BOOKKEEPING, wants_cpu
 from drivetrain.experiment.plugins import app
-from drivetrain.experiment.processes import (
-    ExperimentReference,
-    end_subprocesses,
-    launch_experiment,
-    leave_launched_world,
-    must_launch,
-    reference_to,
-    start_process,
-)
+from drivetrain.experiment.processes import ExperimentReference
 from drivetrain.experiment.records import is_run, read_run
 from drivetrain.experiment.resolve import Resolved, given_in_python
-from drivetrain.experiment.resume import (
-    AUTO,
-    NEVER,
-    Beginning,
-    choose_beginning,
-    continue_run,
-    identity,
-    loader_of,
-    restorer_for,
-)
-from drivetrain.experiment.run_folder import (
-    ARTIFACTS,
-    MANIFEST,
-    METRICS,
-    PARAMETERS,
-    StatusFile,
-    add_to_manifest,
-    describe_run,
-    is_plain,
-    make_folder,
-    plain,
-    run_log,
-    run_path,
-    write_json,
-    write_parameters,
-)
 from drivetrain.experiment.summaries import summary_of
 from drivetrain.experiment.sweeps.trial import TrialPruned
 from drivetrain.runtime.environment import launched_world
@@ -79,7 +45,7 @@ class AgreedStart:
 
     folder: Path
     resolved: Resolved
-    beginning: Beginning
+    beginning: resume.Beginning
     problem: Exception | None = None
 
 
@@ -91,7 +57,23 @@ class Ending:
     error: BaseException | None = None
     state: str = "finished"
     exit_code: int = 0
-    extra: Settings = field(default_factory=dict)
+
+    @property
+    def is_pruned(self) -> bool:
+        """Whether the sweep stopped it early."""
+        return isinstance(self.error, TrialPruned)
+
+    @property
+    def sentence(self) -> str | None:
+        """The error as one text; being stopped by a signal is a state, not an error."""
+        stopped = self.state == "interrupted" and isinstance(self.error, SystemExit | KeyboardInterrupt)
+        return None if self.error is None or stopped else f"{type(self.error).__name__}: {self.error}"
+
+    def outcome(self) -> Any:
+        """Return the result, or raise the error."""
+        if self.error is not None:
+            raise self.error
+        return self.result
 
 
 def run_experiment(
@@ -115,15 +97,18 @@ def run_experiment(
             "runs one experiment at a time. Wait until it ends, or use run_in_new_process(...)."
         )
     options = {"argv": argv, "force": force, "folder": folder, "trial": trial}
-    if must_launch(resolved):
-        return launch_experiment(_run_worker, experiment, resolved, options)
+    if processes.must_launch(resolved):
+        return processes.launch_experiment(_run_worker, experiment, resolved, options)
     if resolved.values["subprocess"] is not None:
         return _run_subprocess(experiment, resolved)
     _check_device(resolved)
     joined = _join_world(resolved)
     start, lock = _agree_on_start(experiment, resolved, force=force, folder=folder)
-    if start.beginning.is_finished:
-        result = _already_finished(start)
+    record = start.beginning.record
+    if record is not None and start.beginning.is_finished:
+        if _rank() == 0:
+            print(printable(f"already finished: {record.folder}"))
+        result = record.result
     else:
         result = _run_in(experiment, start, lock, argv=argv, trial=trial)
     if joined:  # after an error peers may never answer, so then the group is left as it is
@@ -197,17 +182,32 @@ def _agree_on_start(
     """Choose and lock the folder on rank 0, and broadcast the decision."""
     from drivetrain.runtime.collectives import broadcast_from_master
 
-    start, lock = AgreedStart(Path(), resolved, Beginning()), None
+    start, lock = AgreedStart(Path(), resolved, resume.Beginning()), None
     if _rank() == 0:
         try:
-            start.beginning = _beginning(experiment, resolved, force, folder)
-            record = start.beginning.record
-            path = folder or run_path(resolved.values["output_dir"], experiment.name, resolved.values["run_name"])
-            start.folder = Path(path) if record is None else record.folder
-            if record is None:
-                _make(start.folder, chosen=folder is not None)
+            if folder is None:
+                start.beginning = resume.choose_beginning(
+                    experiment.name, resolved, experiment.parameters, force=force, restarted=_num_restarts() > 0
+                )
+            elif is_run(folder):
+                start.beginning = resume.continue_run(read_run(folder), resolved, experiment.parameters, force=force)
+            if start.beginning.record is not None:
+                start.folder = start.beginning.record.folder
+            else:
+                path = folder or run_folder.run_path(
+                    resolved.values["output_dir"], experiment.name, resolved.values["run_name"]
+                )
+                start.folder = Path(path)
+                if folder is None or not start.folder.is_dir():  # an attempt that died at once has left it empty
+                    run_folder.make_folder(start.folder)
+                (start.folder / run_folder.ARTIFACTS).mkdir(exist_ok=True)
             if not start.beginning.is_finished:
-                lock = _locked(start.folder)
+                own = FolderLock(start.folder)
+                if not own.acquire():
+                    raise ResumeError(
+                        f"the run {start.folder} is in use: {own.holder} holds its lock. Wait until it ends."
+                    )
+                lock = own
         except Exception as error:
             start.problem = error
     agreed: AgreedStart = broadcast_from_master(start)
@@ -218,34 +218,8 @@ def _agree_on_start(
     return agreed, lock
 
 
-def _beginning(experiment: "Experiment", resolved: Resolved, force: bool, folder: Path | None) -> Beginning:
-    if folder is not None and is_run(folder):
-        return continue_run(read_run(folder), resolved, experiment.parameters, force=force)
-    if folder is not None:
-        return Beginning()
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
-    return choose_beginning(experiment.name, resolved, experiment.parameters, force=force, restarted=restarted)
-
-
-def _make(folder: Path, *, chosen: bool) -> None:
-    if not (chosen and folder.is_dir()):  # an attempt that died at once has left it empty
-        make_folder(folder)
-    (folder / ARTIFACTS).mkdir(exist_ok=True)
-
-
-def _locked(folder: Path) -> FolderLock:
-    lock = FolderLock(folder)
-    if not lock.acquire():
-        raise ResumeError(f"the run {folder} is in use: {lock.holder} holds its lock. Wait until it ends.")
-    return lock
-
-
-def _already_finished(start: AgreedStart) -> object:
-    record = start.beginning.record
-    assert record is not None
-    if _rank() == 0:
-        print(printable(f"already finished: {record.folder}"))
-    return record.result
+def _num_restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
 def _run_in(
@@ -261,39 +235,40 @@ def _run_in(
     rank = _rank()
     run = _new_run(experiment, start.folder, start.resolved)
     if record is not None:
-        run.restore = restorer_for(start.folder, start.beginning.checkpoint)
-        values["resume"] = AUTO if values["resume"] == NEVER else values["resume"]
+        run.restore = resume.restorer_for(start.folder, start.beginning.checkpoint)
+        values["resume"] = resume.AUTO if values["resume"] == resume.NEVER else values["resume"]
     elif values["checkpoint"] is not None:
-        run.restore = loader_of(values["checkpoint"])
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-    status = StatusFile(start.folder, run, restarts) if rank == 0 else None
-    with ExitStack() as stack:
-        if lock is not None:
-            stack.enter_context(lock)
-        set_current_run(run)
-        stack.callback(set_current_run, None)
+        run.restore = resume.loader_of(values["checkpoint"])
+    with lock or nullcontext(), _current(run):
         if rank == 0:
             _write_record(experiment, start, argv, trial)
-        stack.enter_context(run_log(start.folder, rank, debug=values["debug"], hidden=run.hidden))
-        if status is not None:
-            status.begin()
-        for note in start.beginning.notes:
-            logger.info("%s", note)
-        logger.info("run folder: %s", start.folder)
-        ending = _live(experiment, run)
-        if status is not None:
-            summary_of(start.folder / METRICS)  # written now, so that listing runs need not read all their rows
-            result = {"result": plain(ending.result), "result_is_complete": is_plain(ending.result)}
-            status.end(
-                ending.state,
-                exit_code=ending.exit_code,
-                error=_sentence(ending, run.hidden),
-                **result,
-                **ending.extra,
-            )
-    if ending.error is not None:
-        raise ending.error
-    return ending.result
+        with run_folder.run_log(start.folder, rank, debug=values["debug"], hidden=run.hidden):
+            status = run_folder.StatusFile(start.folder, run, _num_restarts()) if rank == 0 else None
+            for note in (*start.beginning.notes, f"run folder: {start.folder}"):
+                logger.info("%s", note)
+            ending = _live(experiment, run)
+            if status is not None:
+                # Written now, so that listing runs need not read all their rows.
+                summary_of(start.folder / run_folder.METRICS)
+                status.end(
+                    ending.state,
+                    exit_code=ending.exit_code,
+                    error=ending.sentence and hide(ending.sentence, run.hidden),
+                    result=run_folder.plain(ending.result),
+                    result_is_complete=run_folder.is_plain(ending.result),
+                    **({"pruned": True} if ending.is_pruned else {}),
+                )
+    return ending.outcome()
+
+
+@contextmanager
+def _current(run: ExperimentRun) -> Iterator[None]:
+    """Make a run the active one of this process within the block."""
+    set_current_run(run)
+    try:
+        yield
+    finally:
+        set_current_run(None)
 
 
 def _write_record(experiment: "Experiment", start: AgreedStart, argv: list[str] | None, trial: Settings | None) -> None:
@@ -304,11 +279,11 @@ def _write_record(experiment: "Experiment", start: AgreedStart, argv: list[str] 
         name: None if name in resolved.secrets and not resolved.is_declared(name) else value
         for name, value in resolved.shown().items()
     }
-    write_parameters(start.folder, kept)
+    run_folder.write_parameters(start.folder, kept)
     argv = mask_command(sys.argv if argv is None else argv, resolved.secrets, resolved.hidden())
     if record is not None:
         resumed = [*record.manifest.get("resumed", []), {"argv": argv, "notes": start.beginning.notes}]
-        add_to_manifest(start.folder, resumed=resumed)
+        run_folder.add_to_manifest(start.folder, resumed=resumed)
         return
     from drivetrain.runtime.ranks import get_num_processes
 
@@ -319,12 +294,12 @@ def _write_record(experiment: "Experiment", start: AgreedStart, argv: list[str] 
             f"started by a launcher ({world.launcher}): nproc_per_node, nnodes, node_rank, master_* had no effect."
         )
     source = inspect.getsourcefile(inspect.unwrap(experiment.main_function))
-    manifest = describe_run(
+    manifest = run_folder.describe_run(
         None if source is None else os.path.abspath(source),
         resolved.hidden(),
         experiment=experiment.name,
         function=inspect.unwrap(experiment.main_function).__qualname__,
-        identity=identity(resolved, experiment.parameters),
+        identity=resume.identity(resolved, experiment.parameters),
         seed=resolved.values["random_seed"],
         argv=argv,
         origins=dict(resolved.origins),
@@ -335,7 +310,7 @@ def _write_record(experiment: "Experiment", start: AgreedStart, argv: list[str] 
         directions=experiment.directions,
         devices=_devices(resolved.values),
     )
-    write_json(start.folder / MANIFEST, manifest)
+    run_folder.write_json(start.folder / run_folder.MANIFEST, manifest)
 
 
 def _devices(values: Settings) -> list[str]:
@@ -363,7 +338,7 @@ def _live(experiment: "Experiment", run: ExperimentRun) -> Ending:
     endings: list[Callable[[], object]] = [
         getattr(run.recorder, "close", lambda: None),
         lambda: app.after_experiment(ending.error),
-        end_subprocesses,
+        processes.end_subprocesses,
         lambda: set_deterministic("off"),
     ]
     for act in endings:
@@ -374,7 +349,11 @@ def _live(experiment: "Experiment", run: ExperimentRun) -> Ending:
     first = next((entry for entry in problems if entry is not None), None)
     if first is not None and ending.error is None:
         ending = _ending_of(first, run)
-    _log_ending(experiment, ending)
+    if ending.state == "failed":
+        # Python prints the traceback on the console; the log keeps it as well.
+        logger.error("%s: failed", experiment.name, exc_info=ending.error, extra={"file_only": True})
+    else:
+        logger.info("%s: %s", experiment.name, "pruned" if ending.is_pruned else ending.state)
     return ending
 
 
@@ -382,7 +361,7 @@ def _ending_of(error: BaseException, run: ExperimentRun) -> Ending:
     if isinstance(error, SystemExit) and error.code in (0, None):
         return Ending()
     if isinstance(error, TrialPruned):
-        return Ending(error=error, extra={"pruned": True})
+        return Ending(error=error)
     if isinstance(error, KeyboardInterrupt):
         return Ending(error=error, state="interrupted", exit_code=128 + signal.SIGINT)
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
@@ -390,32 +369,15 @@ def _ending_of(error: BaseException, run: ExperimentRun) -> Ending:
     return Ending(error=error, state="interrupted" if stopped else "failed", exit_code=code)
 
 
-def _log_ending(experiment: "Experiment", ending: Ending) -> None:
-    if ending.error is None or ending.state != "failed":
-        is_pruned = isinstance(ending.error, TrialPruned)
-        logger.info("%s: %s", experiment.name, "pruned" if is_pruned else ending.state)
-        return
-    # Python prints the traceback on the console; the log keeps it as well.
-    logger.error("%s: failed", experiment.name, exc_info=ending.error, extra={"file_only": True})
-
-
-def _sentence(ending: Ending, hidden: Iterable[str]) -> str | None:
-    """Return the error of a run; being stopped by a signal is a state, not an error."""
-    error = ending.error
-    if error is None or (ending.state == "interrupted" and isinstance(error, SystemExit | KeyboardInterrupt)):
-        return None
-    return hide(f"{type(error).__name__}: {error}", hidden)
-
-
 def bind_proxies(experiment: "Experiment", run: ExperimentRun) -> None:
     """Bind the live names, such as `params`, to this run."""
-    subprocess = run.params["subprocess"]
-    proxies.bind(proxies.current_experiment, experiment)
-    proxies.bind(proxies.params, run.params)
-    proxies.bind(proxies.output_dir, run.folder)
-    proxies.bind(proxies.params_file, run.folder / PARAMETERS if subprocess is None else Path(subprocess))
-    proxies.bind(proxies.random_gen, run.random_gen)
-    proxies.bind(proxies.subprocess_counter, 0)
+    bind, subprocess = proxies.bind, run.params["subprocess"]
+    bind(proxies.current_experiment, experiment)
+    bind(proxies.params, run.params)
+    bind(proxies.output_dir, run.folder)
+    bind(proxies.params_file, run.folder / run_folder.PARAMETERS if subprocess is None else Path(subprocess))
+    bind(proxies.random_gen, run.random_gen)
+    bind(proxies.subprocess_counter, 0)
 
 
 def _run_subprocess(experiment: "Experiment", resolved: Resolved) -> object:
@@ -423,14 +385,9 @@ def _run_subprocess(experiment: "Experiment", resolved: Resolved) -> object:
     values = resolved.values
     folder = Path(values["subprocess"]).parent
     run = _new_run(experiment, folder, resolved)
-    with ExitStack() as stack:
-        set_current_run(run)
-        stack.callback(set_current_run, None)
-        stack.enter_context(run_log(folder, values["local_rank"], debug=values["debug"], hidden=run.hidden))
+    with _current(run), run_folder.run_log(folder, values["local_rank"], debug=values["debug"], hidden=run.hidden):
         ending = _live(experiment, run)
-    if ending.error is not None:
-        raise ending.error
-    return ending.result
+    return ending.outcome()
 
 
 def new_seed(nbits: int = 32) -> int:
@@ -441,7 +398,7 @@ def new_seed(nbits: int = 32) -> int:
 def run_in_new_process(experiment: "Experiment", params: Settings) -> BaseProcess:
     """Start an experiment in a new process; its parameters and the way to find it are checked before."""
     experiment.resolve(params)
-    return start_process(_run_params, reference_to(experiment), params)
+    return processes.start_process(_run_params, processes.reference_to(experiment), params)
 
 
 def launch_subprocess(**additional_params: object) -> BaseProcess:
@@ -461,7 +418,7 @@ def launch_subprocess(**additional_params: object) -> BaseProcess:
     for name, given in given_in_python(additional_params | own, experiment.parameters).items():
         resolved.values[name] = experiment.parameters[name].read(given.value, is_text=False, where="launch_subprocess")
         resolved.origins[name] = "run"
-    process = start_process(_run_resolved, reference_to(experiment), resolved, ends_with_run=True)
+    process = processes.start_process(_run_resolved, processes.reference_to(experiment), resolved, ends_with_run=True)
     proxies.bind(proxies.subprocess_counter, number)
     return process
 
@@ -482,10 +439,10 @@ def local_rank() -> int:
 
 
 def _run_params(reference: ExperimentReference, params: Settings) -> None:
-    leave_launched_world()
+    processes.leave_launched_world()
     reference.load().run(params)
 
 
 def _run_resolved(reference: ExperimentReference, resolved: Resolved) -> None:
-    leave_launched_world()
+    processes.leave_launched_world()
     run_experiment(reference.load(), resolved)

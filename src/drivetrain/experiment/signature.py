@@ -15,7 +15,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from drivetrain.core.errors import ParameterError
 from drivetrain.core.secret import masked
@@ -25,12 +25,8 @@ from drivetrain.experiment.resolve import NOT_DECLARED
 from drivetrain.experiment.values import SIMPLE, annotated_type, without_none
 
 MAPPINGS = (dict, Mapping, MutableMapping)
-LISTS: dict[Any, Callable[[list[object]], Any]] = {
-    list: list,
-    Sequence: list,
-    set: set,
-    frozenset: frozenset,
-    tuple: tuple,
+LISTS: dict[Any, Callable[[list[object]], Any]] = {Sequence: list} | {
+    kind: kind for kind in (list, set, frozenset, tuple)
 }
 MISSING = inspect.Parameter.empty
 
@@ -100,9 +96,16 @@ class CallSignature:
         hints = _hints(function)
         self.takes_dict = _takes_dict(self._arguments, hints)
         self.takes_rest = any(argument.kind is argument.VAR_KEYWORD for argument in self._arguments)
-        if not self.takes_dict:
-            for argument in self._arguments:
-                self._declare_argument(argument, hints.get(argument.name, MISSING))
+        for argument in [] if self.takes_dict else self._arguments:
+            name = argument.name
+            if argument.kind is argument.VAR_POSITIONAL:
+                raise ParameterError(
+                    f"{function.__name__}(*{name}): parameters are passed by name, so *{name} would always be empty. "
+                    f"Use a list: {name}: list[str]."
+                )
+            if argument.kind is not argument.VAR_KEYWORD:
+                annotation = hints.get(name, MISSING)
+                self._declare(name, annotation, argument.default, self._help.get(name), self.nested)
 
     def call(self, values: Mapping[str, object], origins: Mapping[str, str]) -> Any:
         """Call the function with resolved values."""
@@ -122,19 +125,12 @@ class CallSignature:
         rest = {name: value for name, value in values.items() if name not in used} if self.takes_rest else {}
         return self.function(*positional, **named, **rest)
 
-    def _declare_argument(self, argument: inspect.Parameter, annotation: object) -> None:
-        if argument.kind is argument.VAR_POSITIONAL:
-            raise ParameterError(
-                f"{self.function.__name__}(*{argument.name}): parameters are passed by name, so *{argument.name} "
-                f"would always be empty. Use a list: {argument.name}: list[str]."
-            )
-        if argument.kind is argument.VAR_KEYWORD:
-            return
-        self._declare(argument.name, annotation, argument.default, self._help.get(argument.name), self.nested)
-
     def _declare(self, name: str, annotation: object, default: object, help: str | None, place: Settings) -> None:
         """Declare one argument or field, and enter in `place` under its last name how it is built."""
-        annotation, extra = _without_extra(annotation)
+        extra = Param()
+        if typing.get_origin(annotation) is typing.Annotated:
+            annotation, *extras = typing.get_args(annotation)
+            extra = next((entry for entry in extras if isinstance(entry, Param)), extra)
         kind = type(default) if annotation is MISSING else without_none(annotation)
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
             place[name.rpartition(".")[2]] = self._declare_fields(name, kind, default)
@@ -194,19 +190,13 @@ def _takes_dict(arguments: list[inspect.Parameter], hints: Mapping[str, object])
     return annotation is MISSING or (typing.get_origin(annotation) or annotation) in MAPPINGS
 
 
-def _without_extra(annotation: object) -> tuple[object, Param]:
-    if typing.get_origin(annotation) is not Annotated:
-        return annotation, Param()
-    inner, *extras = typing.get_args(annotation)
-    return inner, next((extra for extra in extras if isinstance(extra, Param)), Param())
-
-
 def _parameter(name: str, annotation: object, default: object, extra: Param, help: str | None) -> Parameter:
     declared = _kind_of_default(default) if annotation is MISSING else annotation
     inner = without_none(declared)
     origin = typing.get_origin(inner) or inner
     items = typing.get_args(inner)
-    is_list = origin in LISTS and (origin is not tuple or len(items) != 1) and not _fixed_tuple(origin, items)
+    # A tuple with a type for each position is one value, which pydantic checks.
+    is_list = origin in LISTS and (origin is not tuple or not items or items[1:] == (Ellipsis,))
     parameter = Parameter(
         name,
         default=None if default is MISSING else default,
@@ -229,18 +219,11 @@ def _parameter(name: str, annotation: object, default: object, extra: Param, hel
     return parameter
 
 
-def _fixed_tuple(origin: object, items: tuple[object, ...]) -> bool:
-    """Return whether a tuple has a type for each position; pydantic checks those."""
-    return origin is tuple and bool(items) and not (len(items) == 2 and items[1] is Ellipsis)
-
-
 def _kind_of_default(default: object) -> object:
     if isinstance(default, list | tuple | set) and default:
         first = type(next(iter(default)))
         return type(default)[first, ...] if isinstance(default, tuple) else type(default)[first]  # type: ignore[index]
-    if isinstance(default, Path):
-        return Path
-    kind = type(default)
+    kind = Path if isinstance(default, Path) else type(default)
     return kind if kind in SIMPLE or kind in (*LISTS, dict) or hasattr(kind, "__members__") else Any
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Self, TypeVar
+from typing import Any, BinaryIO, ClassVar, TypeVar
 
 from drivetrain.core.errors import StateError
 from drivetrain.core.files import open_to_read
@@ -48,23 +48,13 @@ class TagSummary:
     high: float = -math.inf
     high_step: int | None = None
 
-    def add(self, step: int, value: float) -> None:
-        """Take the next value; the extremes are of finite values only, and of equal ones the first counts."""
-        self.count += 1
-        self.last, self.last_step = value, step
-        if value < self.low and value != -math.inf:
-            self.low, self.low_step = value, step
-        if value > self.high and value != math.inf:
-            self.high, self.high_step = value, step
-
     def extend(self, steps: Sequence[int], values: Sequence[float]) -> None:
-        """Take the next values, at least one; the same as `add` for each, and quicker."""
-        if not math.isfinite(sum(values)):
-            for step, value in zip(steps, values):
-                self.add(step, value)
-            return
+        """Take the next values, at least one; the extremes are of finite values only, and of equal ones the first counts."""
         self.count += len(values)
         self.last, self.last_step = values[-1], steps[-1]
+        steps, values = finite_only(steps, values)
+        if not values:
+            return
         low, high = min(values), max(values)
         if low < self.low:
             self.low, self.low_step = low, steps[values.index(low)]
@@ -78,6 +68,14 @@ class TagSummary:
             return None, None
         value, step = (self.low, self.low_step) if good == "min" else (self.high, self.high_step)
         return (self.last, self.last_step) if step is None else (value, step)
+
+
+def finite_only(steps: Sequence[int], values: Sequence[float]) -> tuple[Sequence[int], Sequence[float]]:
+    """Return the finite values and their steps; where all are, as usual, that costs one sum."""
+    if math.isfinite(sum(values)):
+        return steps, values
+    kept = [(step, value) for step, value in zip(steps, values) if math.isfinite(value)]
+    return [step for step, _ in kept], [value for _, value in kept]
 
 
 @dataclass
@@ -95,14 +93,13 @@ class MetricsSummary:
     modified: int = 0
     """Size and modification time, in nanoseconds, of the file when it was read."""
 
-    def fresh(self) -> Self:
-        """Return an empty one of the same kind."""
-        return type(self)()
+    kind: ClassVar[type[TagSummary]] = TagSummary
+    """What is kept of each metric."""
 
     def metric(self, tag: str) -> TagSummary:
         """Return what is known of a metric; one that was not met before begins here."""
         if tag not in self.tags:
-            self.tags[tag] = TagSummary()
+            self.tags[tag] = self.kind()
         return self.tags[tag]
 
     def add_row(self, row: Mapping[str, Any]) -> None:
@@ -164,7 +161,7 @@ def read_added(known: Summary, file: Path) -> Summary:
         if (known.size, known.modified) == (facts.st_size, facts.st_mtime_ns):
             return known
         grew = known.size < facts.st_size and _tail(stream, known.end) == known.tail
-        summary = _extended(known if grew else known.fresh(), stream, facts.st_size, file)
+        summary = _extended(known if grew else type(known)(), stream, facts.st_size, file)
         summary.finish(_tail(stream, summary.end), facts)
     return summary
 
@@ -173,7 +170,7 @@ def _extended(summary: Summary, stream: BinaryIO, size: int, file: Path) -> Summ
     """Add the rows after what the summary has; a resume that supersedes rows it has makes it begin again."""
     resumes = list(_resumes(stream, summary, size, file))
     if any(lines is None or lines < summary.lines for _, _, lines in resumes):
-        summary = summary.fresh()
+        summary = type(summary)()
         resumes = list(_resumes(stream, summary, size, file))
     for number, block in _blocks(stream, summary, size):
         found = [] if resumes else ROW.findall(block)

@@ -21,7 +21,6 @@ from typing import Annotated, Any, Literal
 from drivetrain.core.errors import MissingExtra, nearest_name
 from drivetrain.core.files import load_json
 from drivetrain.core.secret import Secret
-from drivetrain.core.types import Settings
 
 TRUE_WORDS = ("yes", "true", "t", "y", "1", "on")
 FALSE_WORDS = ("no", "false", "f", "n", "0", "off")
@@ -132,12 +131,13 @@ SIMPLE: dict[Any, ValueType] = {
 
 
 def choice_of(values: Sequence[object]) -> ValueType:
-    """Return the type whose values are those listed; text matches in any case, and the listed value is returned."""
+    """Return the type whose values are those listed; text matches in any case, an Enum's member also by its value."""
     words = [_word_of(value) for value in values]
 
     def convert(value: object) -> Any:
         for candidate in values:
-            if type(candidate) is type(value) and candidate == value:
+            spellings = (candidate, candidate.value) if isinstance(candidate, enum.Enum) else (candidate,)
+            if any(type(own) is type(value) and own == value for own in spellings):
                 return candidate
         folded = _word_of(value).lower()
         for candidate, word in zip(values, words, strict=True):
@@ -154,32 +154,6 @@ def _word_of(value: object) -> str:
     return value.name if isinstance(value, enum.Enum) else str(value)
 
 
-def enum_type(kind: type[enum.Enum]) -> ValueType:
-    """Return the type of an Enum's members, given by name or by value."""
-    by_name = choice_of(list(kind))
-
-    def convert(value: object) -> Any:
-        for member in kind:
-            if value is member or (type(value) is type(member.value) and value == member.value):
-                return member
-        return by_name.convert(value)
-
-    return ValueType(convert, by_name.word)
-
-
-def custom_type(function: Callable[[Any], Any]) -> ValueType:
-    """Return the type that a function makes of text, or of the value itself from Python and files."""
-    name = str(getattr(function, "__name__", "value"))
-
-    def convert(value: object) -> Any:
-        try:
-            return function(value)
-        except (ValueError, TypeError, ArithmeticError, LookupError, OSError) as error:
-            raise BadValue(f"{name} rejects it: {error}") from error
-
-    return ValueType(convert, name.strip("<>").upper())
-
-
 def declared_type(kind: object) -> ValueType:
     """Return the type of `parameter(type=...)`: a known type, an annotation, or any function of one value."""
     is_enum = isinstance(kind, type) and issubclass(kind, enum.Enum)
@@ -187,7 +161,15 @@ def declared_type(kind: object) -> ValueType:
         return annotated_type(kind)
     if not callable(kind):
         raise BadValue(f"type={kind!r} is neither a type nor a function of one value")
-    return custom_type(kind)
+    name = str(getattr(kind, "__name__", "value"))
+
+    def convert(value: object) -> Any:
+        try:
+            return kind(value)
+        except (ValueError, TypeError, ArithmeticError, LookupError, OSError) as error:
+            raise BadValue(f"{name} rejects it: {error}") from error
+
+    return ValueType(convert, name.strip("<>").upper())
 
 
 def wraps_secret(annotation: object) -> bool:
@@ -200,28 +182,20 @@ def is_secret_type(annotation: object) -> bool:
     return wraps_secret(annotation) or (isinstance(annotation, type) and hasattr(annotation, "get_secret_value"))
 
 
-def secret_type(annotation: object) -> ValueType:
-    """Return the type whose values are read as those of X in `Secret[X]`, and then hidden."""
-    inner = annotated_type(next(iter(typing.get_args(annotation)), str))
-
-    def convert(value: object) -> Any:
-        return Secret(inner.convert(value.reveal() if isinstance(value, Secret) else value))
-
-    return ValueType(convert, "SECRET", inner.takes_json)
-
-
 def annotated_type(annotation: object) -> ValueType:
     """Return the type an annotation of a signature means."""
     if wraps_secret(annotation):
-        return secret_type(annotation)
+        inner = annotated_type(next(iter(typing.get_args(annotation)), str))
+        read = lambda value: Secret(inner.convert(value.reveal() if isinstance(value, Secret) else value))
+        return ValueType(read, "SECRET", inner.takes_json)
     if annotation in SIMPLE:
         return SIMPLE[annotation]
     if typing.get_origin(annotation) is Literal:
         return choice_of(typing.get_args(annotation))
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
-        return enum_type(annotation)
-    inner = without_none(annotation)
-    return annotated_type(inner) if inner is not annotation else adapted_type(annotation)
+        return choice_of(list(annotation))
+    value = without_none(annotation)
+    return annotated_type(value) if value is not annotation else adapted_type(annotation)
 
 
 def without_none(annotation: object) -> Any:
@@ -246,17 +220,14 @@ def adapted_type(annotation: object) -> ValueType:
         try:
             return validate(value)
         except error_type as error:
-            details = "; ".join(_reason(entry) for entry in error.errors())  # type: ignore[attr-defined]
-            raise BadValue(f"expected {name}: {details}") from None
+            reasons = [
+                ": ".join(filter(None, (".".join(map(str, entry["loc"])), entry["msg"].removeprefix("Value error, "))))
+                for entry in error.errors()  # type: ignore[attr-defined]
+            ]
+            raise BadValue(f"expected {name}: {'; '.join(reasons)}") from None
 
     is_plain_name = name.replace(".", "").isidentifier()
     return ValueType(convert, name.rpartition(".")[2].upper() if is_plain_name else "VALUE", takes_json=True)
-
-
-def _reason(entry: Settings) -> str:
-    path = ".".join(str(part) for part in entry["loc"])
-    message = str(entry["msg"]).removeprefix("Value error, ")
-    return f"{path}: {message}" if path else message
 
 
 @functools.cache

@@ -87,9 +87,11 @@ def test_a_summary_of_many_values_at_once_is_that_of_one_after_the_other():
             values = [value for value in values if math.isfinite(value)] or [0.0]
         one, many = TagSummary(), TagSummary()
         for step, value in enumerate(values):
-            one.add(step, value)
+            one.extend([step], [value])
         many.extend(list(range(len(values))), values)
         assert repr(one) == repr(many)
+        finite = [value for value in values if math.isfinite(value)]
+        assert (many.low, many.high) == (min(finite, default=math.inf), max(finite, default=-math.inf))
 
 
 def test_values_that_are_not_finite_are_gaps():

@@ -13,7 +13,7 @@ from drivetrain.core.errors import ConfigError, ExperimentError
 from drivetrain.experiment.reports import write_report
 from drivetrain.experiment.reports.curves import Curve
 from drivetrain.experiment.reports.data import Limits, spread
-from drivetrain.experiment.reports.gather import gather_run, main_metric, short, summarize
+from drivetrain.experiment.reports.gather import gather_run, main_metric, short
 from drivetrain.experiment.reports.page import ASSETS
 from tests.experiment.folders import make_run, write_png
 from tests.experiment.reports.test_curves import decoded
@@ -216,7 +216,7 @@ def test_what_is_no_run_is_refused(tmp_path):
 def test_the_best_value_follows_the_metrics_name():
     curve = Curve()
     curve.extend([0, 1, 2, 3], [3.0, 1.0, 2.0, float("nan")])
-    assert summarize("eval/loss", curve).best == 1.0 and summarize("eval/accuracy", curve).best == 3.0
+    assert curve.best("eval/loss")[0] == 1.0 and curve.best("eval/accuracy")[0] == 3.0
     assert main_metric({"lr": (), "train/loss": (), "eval/loss": (), "eval/accuracy": ()}) == "eval/accuracy"
     assert main_metric({"lr": (), "train/loss": ()}) == "train/loss" and main_metric({}) is None
 

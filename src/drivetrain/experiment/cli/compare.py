@@ -5,17 +5,17 @@ import difflib
 import json
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from drivetrain.core.errors import ExperimentError
 from drivetrain.core.types import Settings
 from drivetrain.experiment.cli.listing import DIRECTION, OBJECTIVE, SEVERAL_HELP
 from drivetrain.experiment.cli.output import Column, plain_text, print_json, print_lines, print_split_table, print_table
-from drivetrain.experiment.cli.runs import RunLine, find_all_runs, read_lines, varying
+from drivetrain.experiment.cli.runs import RunLine, common_direction, find_all_runs, read_lines, varying
 from drivetrain.experiment.command_line import JSON, argument
-from drivetrain.experiment.directions import best_places, direction_of, read_directions
+from drivetrain.experiment.directions import best_places, read_directions
 from drivetrain.experiment.records import RunRecord
-from drivetrain.experiment.reports.gather import ENVIRONMENT, SEED, Point, differs, read_series, short
+from drivetrain.experiment.reports.gather import SEED, Point, differing, differs, environment_of, read_series, short
 
 SIDE_BY_SIDE = 5
 """More runs than this are rows, not columns."""
@@ -34,7 +34,7 @@ ARGUMENTS = {
 }
 
 
-def compare(arguments: argparse.Namespace) -> int:
+def compare(arguments: argparse.Namespace) -> None:
     """Show how runs differ."""
     records = find_all_runs(arguments.runs)
     if len(records) < 2:
@@ -46,7 +46,7 @@ def compare(arguments: argparse.Namespace) -> int:
             print_json({"groups": groups})
         else:
             _print_groups(groups, lines)
-        return 0
+        return
     found = compare_runs(lines)
     if arguments.json:
         print_json(found)
@@ -54,7 +54,6 @@ def compare(arguments: argparse.Namespace) -> int:
         _print_side_by_side(found, lines)
     else:
         _print_rows(found, lines)
-    return 0
 
 
 def compare_runs(lines: Sequence[RunLine]) -> Settings:
@@ -63,8 +62,12 @@ def compare_runs(lines: Sequence[RunLine]) -> Settings:
     Curves are compared for up to five runs, since that reads their metrics files whole.
     """
     records = [line.record for line in lines]
-    environment = {name: [read(record.manifest) for record in records] for name, read in ENVIRONMENT}
-    tags = list(dict.fromkeys(tag for line in lines for tag in line.summary.tags))
+    environments = differing([environment_of(record.manifest) for record in records])
+    metrics: Settings = {}
+    for tag in dict.fromkeys(tag for line in lines for tag in line.summary.tags):
+        known = [line.summary.tags.get(tag) for line in lines]
+        best = [own and own.best(tag, line.directions)[0] for own, line in zip(known, lines)]
+        metrics[tag] = {"last": [own and own.last for own in known], "best": best}
     several = differs([record.experiment for record in records])
     return {
         "runs": [
@@ -73,28 +76,16 @@ def compare_runs(lines: Sequence[RunLine]) -> Settings:
         ],
         "ids": [line.id for line in lines],
         "folders": [str(record.folder) for record in records],
-        "parameters": _differing([record.settings for record in records]),
+        "parameters": differing([record.settings for record in records]),
         "code": {
             "commits": [_git(record, "commit") for record in records],
             "diff": _diff_of_diffs(records) if len(lines) <= SIDE_BY_SIDE else [],
         },
-        "packages": _differing([record.manifest.get("packages") or {} for record in records]),
-        "hardware": {
-            name: values for name, values in environment.items() if name not in NOT_HARDWARE and differs(values)
-        },
-        "metrics": {
-            tag: {
-                "last": [line.summary.tags[tag].last if tag in line.summary.tags else None for line in lines],
-                "best": [_best(line, tag) for line in lines],
-            }
-            for tag in tags
-        },
+        "packages": differing([record.manifest.get("packages") or {} for record in records]),
+        "hardware": {name: values for name, values in environments.items() if name not in NOT_HARDWARE},
+        "metrics": metrics,
         "losses_differ_from": _parting_losses(records) if len(lines) <= SIDE_BY_SIDE else {},
     }
-
-
-def _best(line: RunLine, tag: str) -> float | None:
-    return line.summary.tags[tag].best(tag, line.directions)[0] if tag in line.summary.tags else None
 
 
 def _parting_losses(records: Sequence[RunRecord]) -> dict[str, float | None]:
@@ -117,12 +108,6 @@ def first_difference(series: Sequence[Sequence[Point]]) -> float | None:
         if differs([repr(entries[step]) for entries in values]):  # repr: NaN is the same as NaN here
             return step
     return None
-
-
-def _differing(mappings: Sequence[Mapping[str, object]]) -> dict[str, list[object]]:
-    names = dict.fromkeys(name for mapping in mappings for name in mapping)
-    columns = {name: [mapping.get(name) for mapping in mappings] for name in names}
-    return {name: values for name, values in columns.items() if differs(values)}
 
 
 def _git(record: RunRecord, field: str) -> str:
@@ -148,11 +133,6 @@ def labels(lines: Sequence[RunLine]) -> list[str]:
     return ids if len(set(ids)) == len(ids) else [f"{line.record.experiment}/{line.id}" for line in lines]
 
 
-def _direction(lines: Sequence[RunLine], tag: str) -> str | None:
-    found = {direction_of(tag, line.directions) for line in lines if tag in line.summary.tags or tag in line.results}
-    return found.pop() if len(found) == 1 else None
-
-
 def _starred(values: Sequence[float | None], direction: str | None) -> list[str]:
     stars = best_places(values, direction)
     return [plain_text(value) + (" *" if place in stars else "") for place, value in enumerate(values)]
@@ -176,7 +156,7 @@ def _print_side_by_side(found: Settings, lines: Sequence[RunLine]) -> None:
     if not differs(commits) and not diff:
         print_lines("code: no difference" if any(commits) else "code: unknown, no run was started in a git repository")
     rows = [
-        (f"{tag}, {which}", *_starred(entry[which], _direction(lines, tag)))
+        (f"{tag}, {which}", *_starred(entry[which], common_direction(lines, tag)))
         for tag, entry in found["metrics"].items()
         for which in ("last", "best")
         if any(value is not None for value in entry[which])
@@ -184,9 +164,7 @@ def _print_side_by_side(found: Settings, lines: Sequence[RunLine]) -> None:
     if rows:
         print_table(["metric", *runs], rows)
     for tag, step in found["losses_differ_from"].items():
-        print_lines(
-            f"{tag}: " + ("the same at every common step" if step is None else f"differs from step {step:g} on")
-        )
+        print_lines(f"{tag}: {'the same at every common step' if step is None else f'differs from step {step:g} on'}")
 
 
 def _print_rows(found: Settings, lines: Sequence[RunLine]) -> None:
@@ -221,7 +199,7 @@ def _measured(lines: Sequence[RunLine]) -> list[tuple[str, str | None, list[floa
     names = dict.fromkeys([*main, *(tag for line in lines for tag in (*line.summary.tags, *line.results))])
     found = []
     for tag in names:
-        direction = _direction(lines, tag)
+        direction = common_direction(lines, tag)
         own = [line.objective(tag) for line in lines]
         values = [None if entry is None else entry.best if direction else entry.last for entry in own]
         found.append((tag, direction, values))
@@ -244,7 +222,7 @@ def group_over_seeds(lines: Sequence[RunLine]) -> list[Settings]:
     keys = [
         json.dumps([line.record.experiment, own], sort_keys=True, default=str) for line, own in zip(lines, settings)
     ]
-    varied = _differing(settings)
+    varied = differing(settings)
     groups = []
     for key in dict.fromkeys(keys):
         places = [place for place, own in enumerate(keys) if own == key]
@@ -285,15 +263,12 @@ def _print_groups(groups: list[Settings], lines: Sequence[RunLine]) -> None:
         own = [group["metrics"].get(tag) for group in groups]
         if len(groups) > 1 and not differs([entry and (short(entry["mean"]), entry["std"] or 0.0) for entry in own]):
             continue
-        stars = best_places([entry and entry["mean"] for entry in own], direction)
-        cells = [
-            "–" if entry is None else _mean(entry) + (" *" if place in stars else "") for place, entry in enumerate(own)
-        ]
+        stars, cells = best_places([entry and entry["mean"] for entry in own], direction), []
+        for place, entry in enumerate(own):
+            spread = "" if entry is None or entry["std"] is None else f" ± {short(entry['std'])}"
+            star = " *" if place in stars else ""
+            cells.append("–" if entry is None else f"{short(entry['mean'])}{spread}{star}")
         columns.append(Column(_title(tag, direction), cells))
     print_split_table(Column("group", [str(place) for place in range(1, len(groups) + 1)]), columns)
     for place, group in enumerate(groups, start=1):
         print_lines(f"group {place}: {', '.join(group['runs'])}")
-
-
-def _mean(entry: Settings) -> str:
-    return short(entry["mean"]) + ("" if entry["std"] is None else f" ± {short(entry['std'])}")

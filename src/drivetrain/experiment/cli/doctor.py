@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from drivetrain.core.display import shown_bytes
@@ -73,20 +74,15 @@ CAUSES = (
 )
 """A pattern in a log, what it means, and what to do."""
 
+CHECK_HELP = "run TARGET for N steps, and again with a kill half-way, and compare"
+OPTIONS_HELP = "options of the experiment TARGET"
 ARGUMENTS = {
     "doctor": [
-        argument(
-            "--resume-check",
-            type=int,
-            metavar="N",
-            help="run TARGET for N steps, and again with a kill half-way, and compare",
-        ),
+        argument("--resume-check", type=int, metavar="N", help=CHECK_HELP),
         argument("--output-dir", default=DEFAULT_PLACE, help="where runs will be written (default: %(default)s)"),
         JSON,
         argument("subject", nargs="?", metavar="RUN|TARGET", help="the folder of a run, or file.py:name"),
-        argument(
-            "options", nargs=argparse.REMAINDER, metavar="--option VALUE", help="options of the experiment TARGET"
-        ),
+        argument("options", nargs=argparse.REMAINDER, metavar="--option VALUE", help=OPTIONS_HELP),
     ]
 }
 
@@ -142,17 +138,14 @@ def _packages() -> Iterator[Check]:
         remedy = "" if version else f"pip install {package}"
         yield Check(version is not None, package, version or "not installed, and it is required", remedy)
     version = _version("torch")
-    if version is not None and _numbers(version) < LEAST_TORCH:
+    parts = (version or "").partition("+")[0].split(".")[:2]
+    if version is not None and tuple(int(part) for part in parts if part.isdecimal()) < LEAST_TORCH:
         least = ".".join(map(str, LEAST_TORCH))
         yield Check(False, "torch", f"{version} is older than {least}", f"pip install 'torch>={least}'")
     for package, purpose in OPTIONAL.items():
         version = _version(package) or (_version("mlflow") if package.startswith("mlflow") else None)
         found = f"{version} ({purpose})" if version else f"not installed ({purpose})"
         yield Check(True if version else None, package, found, "" if version else f"pip install {package}")
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
 
 
 def _devices() -> Iterator[Check]:
@@ -200,9 +193,8 @@ def _processes() -> Iterator[Check]:
     if not dist.is_available():
         yield Check(False, "process group", "this build of torch has no torch.distributed", "install another build")
         return
-    backends = [
-        name for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if there
-    ]
+    available = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    backends = [name for name, is_there in available.items() if is_there]
     if dist.is_initialized():
         yield Check(True, "process group", f"{dist.get_backend()}, {dist.get_world_size()} processes")
         return
@@ -229,10 +221,9 @@ def _places(output_dir: str) -> Iterator[Check]:
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
         enough = free >= LEAST_SHARED_MEMORY
-        remedy = (
-            "" if enough else "give the container more (docker run --shm-size 1g): data workers pass batches through it"
-        )
-        yield Check(enough or None, "shared memory", f"{shown_bytes(free)} free in {shared}", remedy)
+        remedy = "give the container more (docker run --shm-size 1g): data workers pass batches through it"
+        found = f"{shown_bytes(free)} free in {shared}"
+        yield Check(enough or None, "shared memory", found, "" if enough else remedy)
 
 
 def _tools() -> Iterator[Check]:
@@ -247,16 +238,19 @@ def check_run(record: RunRecord) -> Iterator[Check]:
     for name in (MANIFEST, STATUS, PARAMETERS):
         path = record.folder / name
         readable = bool(read_json(path)) if name.endswith(".json") else bool(record.parameters)
-        found = (
-            "readable" if readable else "missing or damaged" if not path.exists() or path.stat().st_size else "empty"
-        )
-        yield Check(readable, name, found)
+        damage = "missing or damaged" if not path.exists() or path.stat().st_size else "empty"
+        yield Check(readable, name, "readable" if readable else damage)
     yield from _metrics(run)
     yield from _checkpoints(run)
     yield _state(record)
     if record.state in (FAILED, LOST, INTERRUPTED):
         yield from causes_of_death(run)
-        yield _way_on(run)
+        valid = [line.name for line in run.checkpoints if line.problem is None]
+        command = f"{own_command()} resume {shlex.quote(str(record.folder))}"
+        if valid:
+            yield Check(True, "next", f"{valid[-1]} is valid", command)
+        else:
+            yield Check(None, "next", "no valid checkpoint: the run can only start from the beginning")
 
 
 def _metrics(run: RunData) -> Iterator[Check]:
@@ -265,12 +259,9 @@ def _metrics(run: RunData) -> Iterator[Check]:
     yield Check(not problem, "metrics", problem or f"{count} values of {len(run.curves)} metrics")
     for tag, curve in run.curves.items():
         if curve.bad_step is not None:
-            remedy = (
-                "lower the learning rate, clip gradients, look at the data of that step"
-                if "loss" in tag.lower()
-                else ""
-            )
-            yield Check(False, tag, f"not finite from step {curve.bad_step} on", remedy)
+            remedy = "lower the learning rate, clip gradients, look at the data of that step"
+            is_loss = "loss" in tag.lower()
+            yield Check(False, tag, f"not finite from step {curve.bad_step} on", remedy if is_loss else "")
 
 
 def _checkpoints(run: RunData) -> Iterator[Check]:
@@ -304,14 +295,12 @@ def causes_of_death(run: RunData) -> Iterator[Check]:
     record, status = run.record, run.record.status
     code = status.get("exit_code")
     if record.state == INTERRUPTED:
-        name = (
-            signal.Signals(code - 128).name
-            if isinstance(code, int) and code - 128 in set(signal.Signals)
-            else "a signal"
-        )
+        names = {128 + entry.value: entry.name for entry in signal.Signals}
+        name = names.get(code or 0, "a signal")
         yield Check(None, "cause", f"stopped cleanly by {name}: sent by a user or a scheduler")
         return
-    evidence = "\n".join([str(status.get("error") or ""), *(tail(path) for path in _logs(record.folder))])
+    logs = sorted(record.folder.glob("log*.txt"))
+    evidence = "\n".join([str(status.get("error") or ""), *map(tail, logs)])
     known = [(cause, remedy) for pattern, cause, remedy in CAUSES if re.search(pattern, evidence, re.IGNORECASE)]
     for cause, remedy in known:
         yield Check(False, "cause", cause, remedy)
@@ -326,10 +315,9 @@ def _silent_death(record: RunRecord) -> str:
     heartbeat = float(record.status.get("heartbeat") or 0)
     if (record.manifest.get("host") or {}).get("name") == platform.node():
         booted = _boot_time()
-        if booted is not None and booted > heartbeat:
+        if booted > heartbeat:
             return f"this machine was restarted at {moment(booted)}, after the last heartbeat"
-        kills = _memory_kills()
-        if kills:
+        if kills := _number_in("/sys/fs/cgroup/memory.events", "oom_kill"):
             return f"killed without a message; the kernel has ended {kills} process(es) because memory ran out, perhaps this one"
     free = shutil.disk_usage(record.folder).free
     if free < 100_000_000:
@@ -337,31 +325,13 @@ def _silent_death(record: RunRecord) -> str:
     return "killed without a message: SIGKILL (by hand, a scheduler, or the kernel because memory ran out), a crash, or a power cut"
 
 
-def _logs(folder: Path) -> list[Path]:
-    return sorted(folder.glob("log*.txt"))
+def _boot_time() -> int:
+    return _number_in("/proc/stat", "btime")
 
 
-def _boot_time() -> float | None:
-    try:
-        found = re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return float(found[1]) if found else None
-
-
-def _memory_kills() -> int:
-    """Return how many processes of this control group the kernel ended because memory ran out."""
-    try:
-        found = re.search(r"^oom_kill (\d+)$", Path("/sys/fs/cgroup/memory.events").read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
-
-
-def _way_on(run: RunData) -> Check:
-    valid = [line for line in run.checkpoints if line.problem is None]
-    if not valid:
-        return Check(None, "next", "no valid checkpoint: the run can only start from the beginning")
-    return Check(
-        True, "next", f"{valid[-1].name} is valid", f"{own_command()} resume {shlex.quote(str(run.record.folder))}"
-    )
+def _number_in(file: str, name: str) -> int:
+    """Return the number after a name in a file of the kernel, 0 where there is none."""
+    with suppress(OSError):
+        found = re.search(rf"^{name} (\d+)$", Path(file).read_text(), re.MULTILINE)
+        return int(found[1]) if found else 0
+    return 0

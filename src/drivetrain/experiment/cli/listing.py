@@ -7,6 +7,8 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from operator import eq, ge, gt, le, lt, ne
 from pathlib import Path
 
 from drivetrain.core.errors import ExperimentError, ParameterError, unknown_name
@@ -16,43 +18,31 @@ from drivetrain.experiment.cli.runs import (
     DEFAULT_PLACE,
     Objective,
     RunLine,
+    common_direction,
     find_all_runs,
     read_lines,
     varying,
 )
 from drivetrain.experiment.command_line import JSON, argument
-from drivetrain.experiment.directions import best_places, direction_of, read_directions
+from drivetrain.experiment.directions import best_places, read_directions
 from drivetrain.experiment.records import STATES, change_remarks, find_runs, short_id
 from drivetrain.experiment.reports.gather import differs, short
 
 COMPARISON = re.compile(r"[<>=~]")
-DIRECTION = argument(
-    "--direction",
-    action="append",
-    default=[],
-    metavar="NAME=min|max",
-    help="which values of a metric are better; may be repeated",
+DIRECTION_HELP = "which values of a metric are better; may be repeated"
+DIRECTION = argument("--direction", action="append", default=[], metavar="NAME=min|max", help=DIRECTION_HELP)
+OBJECTIVE_HELP = (
+    "the metric, or entry of the returned dict, to show (default: that of the sweep, else the most informative)"
 )
-OBJECTIVE = argument(
-    "--objective",
-    metavar="NAME",
-    help="the metric, or entry of the returned dict, to show (default: that of the sweep, else the most informative)",
-)
+OBJECTIVE = argument("--objective", metavar="NAME", help=OBJECTIVE_HELP)
 SEVERAL_HELP = "run folders or short ids; a folder that holds runs means all of them"
+WORDS_HELP = f"where to look (default: {DEFAULT_PLACE}), and which runs to list: 'lr<0.1 and state=finished'"
+STATUS_HELP = "only runs in this state; lost: its status is running, but no process holds its lock"
 
 ARGUMENTS = {
     "ls": [
-        argument(
-            "words",
-            nargs="*",
-            metavar="DIR or CONDITION",
-            help=f"where to look (default: {DEFAULT_PLACE}), and which runs to list: 'lr<0.1 and state=finished'",
-        ),
-        argument(
-            "--status",
-            choices=STATES,
-            help="only runs in this state; lost: its status is running, but no process holds its lock",
-        ),
+        argument("words", nargs="*", metavar="DIR or CONDITION", help=WORDS_HELP),
+        argument("--status", choices=STATES, help=STATUS_HELP),
         argument("--experiment", help="only runs of this experiment"),
         argument("--sort", metavar="NAME", help="a parameter, metric or column; for a metric, the best comes first"),
         argument("--reverse", action="store_true", help="reverse the order"),
@@ -71,9 +61,12 @@ ARGUMENTS = {
 }
 
 
-def ls(arguments: argparse.Namespace) -> int:
+def ls(arguments: argparse.Namespace) -> None:
     """List runs."""
-    place, condition = _place_and_condition(arguments.words)
+    place, words = Path(DEFAULT_PLACE), arguments.words
+    if words and (Path(words[0]).is_dir() or not COMPARISON.search(words[0])):
+        place, words = Path(words[0]), words[1:]
+    condition = " ".join(words)
     if not place.is_dir() and str(place) != DEFAULT_PLACE:
         raise ExperimentError(
             f"there is no folder {place}. Give the --output-dir of your runs, by default {DEFAULT_PLACE}."
@@ -103,14 +96,6 @@ def ls(arguments: argparse.Namespace) -> int:
         print_lines(f"no runs in {place}" + (f" with {condition}" if condition else ""))
     else:
         _print_lines(lines)
-    return 0
-
-
-def _place_and_condition(words: list[str]) -> tuple[Path, str]:
-    """Split the words of the command line: a first one without a comparison, or that is a folder, is the place."""
-    if words and (Path(words[0]).is_dir() or not COMPARISON.search(words[0])):
-        return Path(words[0]), " ".join(words[1:])
-    return Path(DEFAULT_PLACE), " ".join(words)
 
 
 def _sorted(lines: list[RunLine], name: str) -> list[RunLine]:
@@ -121,9 +106,7 @@ def _sorted(lines: list[RunLine], name: str) -> list[RunLine]:
     if name in ("last", "best"):
         tags = {objective.tag for line in lines if (objective := line.objective()) is not None}
         tag = tags.pop() if len(tags) == 1 else name
-    is_metric = any(tag in line.summary.tags or tag in line.results for line in lines)
-    directions = {direction_of(tag, line.directions) for line in lines} if is_metric else {None}
-    sign = -1 if directions == {"max"} else 1
+    sign = -1 if common_direction(lines, tag) == "max" else 1
 
     def key(line: RunLine) -> tuple[int, float, str]:
         value = values[id(line)].get(name)
@@ -143,9 +126,9 @@ def _as_data(line: RunLine, place: int, varied: dict[str, list[object]]) -> Sett
         "started": record.started,
         "age": line.age,
         "steps": record.status.get("step"),
-        "metric": None if objective is None else objective.tag,
-        "last": None if objective is None else objective.last,
-        "best": None if objective is None else objective.best,
+        "metric": objective and objective.tag,
+        "last": objective and objective.last,
+        "best": objective and objective.best,
         "seconds": record.status.get("seconds"),
         "parameters": {name: values[place] for name, values in varied.items()},
         "tags": list(line.tags),
@@ -178,9 +161,8 @@ def _cells(lines: list[RunLine], objectives: list[Objective | None]) -> list[str
     tags = {objective.tag for objective in objectives if objective is not None}
     stars: set[int] = set()
     if len(tags) == 1:
-        directions = {direction_of(next(iter(tags)), line.directions) for line in lines}
-        best = [None if objective is None else objective.best for objective in objectives]
-        stars = best_places(best, directions.pop() if len(directions) == 1 else None)
+        best = [objective and objective.best for objective in objectives]
+        stars = best_places(best, common_direction(lines, next(iter(tags))))
     cells = []
     for place, objective in enumerate(objectives):
         if objective is None:
@@ -206,7 +188,7 @@ def _age(seconds: float | None) -> str:
     return f"{int(seconds)} s"
 
 
-def tag(arguments: argparse.Namespace) -> int:
+def tag(arguments: argparse.Namespace) -> None:
     """Change or show the tags and the note of runs."""
     found = []
     for record in find_all_runs(arguments.runs):
@@ -218,13 +200,14 @@ def tag(arguments: argparse.Namespace) -> int:
         rows = [(entry["id"], ", ".join(entry["tags"]), entry["note"]) for entry in found]
         names = ("id", "tags", "note")
         print_fitting_table([Column(name, list(cells)) for name, cells in zip(names, zip(*rows))])
-    return 0
 
 
 TOKEN = re.compile(r"""\s*(?:(<=|>=|!=|==|=|<|>|~)|([()])|"([^"]*)"|'([^']*)'|([^\s<>=!~()"']+))""")
 LONGEST, MOST_BRACKETS = 2000, 50
 """Characters and opening brackets of a condition."""
 EXPECTED = "Expected comparisons such as lr<0.1 or state=finished, joined by and, or and brackets; ~ is 'contains'."
+
+SIGNS = dict(zip("= == != < <= > >=".split(), (eq, eq, ne, lt, le, gt, ge), strict=True))
 
 Values = Mapping[str, object]
 Condition = Callable[[Values], bool]
@@ -291,18 +274,13 @@ class _Reader:
         return word
 
     def either(self) -> Condition:
-        """Read conditions joined by `or`."""
-        parts = [self.both()]
-        while self.take("word", "or"):
-            parts.append(self.both())
-        return lambda values: any(part(values) for part in parts)
-
-    def both(self) -> Condition:
-        """Read conditions joined by `and`."""
-        parts = [self.one()]
-        while self.take("word", "and"):
-            parts.append(self.one())
-        return lambda values: all(part(values) for part in parts)
+        """Read comparisons joined by `and`, and such groups joined by `or`."""
+        groups = [[self.one()]]
+        while word := self.take("word", "and", "or"):
+            if word == "or":
+                groups.append([])
+            groups[-1].append(self.one())
+        return lambda values: any(all(part(values) for part in group) for group in groups)
 
     def one(self) -> Condition:
         """Read one comparison, or a condition in brackets."""
@@ -334,27 +312,14 @@ def compare(value: object, sign: str, wanted: str) -> bool:
         return not any(found) if sign == "!=" else any(found)
     if sign == "~":
         return value is not None and wanted.lower() in _text(value).lower()
-    number = _number(wanted)
+    number = None
+    with suppress(ValueError):
+        number = float(wanted)
     if isinstance(value, int | float) and not isinstance(value, bool) and number is not None:
-        return {
-            "=": value == number,
-            "==": value == number,
-            "!=": value != number,
-            "<": value < number,
-            "<=": value <= number,
-            ">": value > number,
-            ">=": value >= number,
-        }[sign]
+        return bool(SIGNS[sign](value, number))
     same = _text(value) == (wanted.lower() if value is None or isinstance(value, bool) else wanted)
     return same if sign in ("=", "==") else not same if sign == "!=" else False
 
 
 def _text(value: object) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None

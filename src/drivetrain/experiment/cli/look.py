@@ -1,21 +1,21 @@
 """`drivetrain show`, `report` and `board`: everything about a run or a sweep, on the terminal, as one HTML file or as a live page."""
 
 import argparse
-from pathlib import Path
 
 from drivetrain.core.display import shown_bytes
 from drivetrain.core.errors import ConfigError, ExperimentError
 from drivetrain.core.locking import is_locked
 from drivetrain.core.types import Settings
 from drivetrain.experiment.cli.listing import DIRECTION, SEVERAL_HELP
-from drivetrain.experiment.cli.output import STATE_STYLES, indented, print_json, print_lines, print_table
+from drivetrain.experiment.cli.output import STATE_STYLES, indented, print_either, print_json, print_lines, print_table
 from drivetrain.experiment.cli.runs import DEFAULT_PLACE, find_all_runs, find_run, find_sweep, locate
 from drivetrain.experiment.command_line import JSON, argument
 from drivetrain.experiment.directions import read_directions
 from drivetrain.experiment.records import read_remarks, short_id
-from drivetrain.experiment.reports.gather import ENVIRONMENT, RunData, duration, gather_run, moment
+from drivetrain.experiment.reports.gather import RunData, duration, environment_of, gather_run, moment
 
 SHOWN_LOG_LINES = 10
+WATCH_HELP = "serve the page on this machine and keep it up to date, like board"
 REPORT_HELP = "the file to write (default: report.html in the run folder; in the current folder for several runs)"
 
 PORT = argument("--port", type=int, metavar="N", help="the port of the live page (default: a free one)")
@@ -25,9 +25,7 @@ ARGUMENTS = {
     "report": [
         argument("runs", nargs="+", metavar="RUN", help=SEVERAL_HELP),
         argument("--output", metavar="FILE", help=REPORT_HELP),
-        argument(
-            "--watch", action="store_true", help="serve the page on this machine and keep it up to date, like board"
-        ),
+        argument("--watch", action="store_true", help=WATCH_HELP),
         PORT,
         DIRECTION,
         JSON,
@@ -41,30 +39,23 @@ ARGUMENTS = {
 }
 
 
-def show(arguments: argparse.Namespace) -> int:
+def show(arguments: argparse.Namespace) -> None:
     """Show one run, or the trials of a sweep."""
+    from drivetrain.experiment.cli.sweep import print_result, resume_line
+    from drivetrain.experiment.sweeps.result import read_sweep
+
     sweep = find_sweep(arguments.run)
     if sweep is not None:
-        _show_sweep(sweep, arguments.json)
-        return 0
+        result = read_sweep(sweep) if is_locked(sweep) else read_sweep(sweep).without_running()
+        print_result(result, arguments.json)
+        if not arguments.json and any(trial.status in ("asked", "interrupted") for trial in result):
+            print_lines(resume_line(sweep))
+        return
     run = gather_run(find_run(arguments.run).folder, verify="full", directions=read_directions(arguments.direction))
     if arguments.json:
         print_json(_as_data(run))
     else:
         _print_run(run)
-    return 0
-
-
-def _show_sweep(folder: Path, as_json: bool) -> None:
-    from drivetrain.experiment.cli.sweep import print_result, resume_line
-    from drivetrain.experiment.sweeps.result import read_sweep
-
-    result = read_sweep(folder)
-    if not is_locked(folder):
-        result = result.without_running()
-    print_result(result, as_json)
-    if not as_json and any(trial.status in ("asked", "interrupted") for trial in result):
-        print_lines(resume_line(folder))
 
 
 def _as_data(run: RunData) -> Settings:
@@ -81,12 +72,9 @@ def _as_data(run: RunData) -> Settings:
         "parameters": {
             name: {"value": value, "origin": record.origins.get(name)} for name, value in record.settings.items()
         },
-        "environment": {name: read(record.manifest) for name, read in ENVIRONMENT},
+        "environment": environment_of(record.manifest),
         "plan": record.manifest.get("plan"),
-        "metrics": {
-            entry.tag: {"last": entry.last, "best": entry.best, "best_step": entry.best_step, "count": entry.count}
-            for entry in run.metrics()
-        },
+        "metrics": run.metrics(),
         "summary": run.recorded.results,
         "checkpoints": [vars(line) for line in run.checkpoints],
         "notes": list(run.notes),
@@ -111,24 +99,18 @@ def _print_run(run: RunData) -> None:
         print_lines(*indented("error     ", record.status["error"]), style="red")
     rows: list[list[object]] = [[name, value, record.origins.get(name, "")] for name, value in record.settings.items()]
     print_table(["parameter", "value", "from"], rows)
-    found = [(name, read(record.manifest)) for name, read in ENVIRONMENT]
+    found = environment_of(record.manifest).items()
     print_table(["environment", ""], [(name, str(value)) for name, value in found if value not in (None, "")])
     if record.manifest.get("plan"):
         print_table(["plan"], [[record.manifest["plan"]]])
     if run.curves:
-        metrics = [(entry.tag, entry.last, entry.best, entry.best_step, entry.count) for entry in run.metrics()]
+        metrics = [(tag, *entry.values()) for tag, entry in run.metrics().items()]
         print_table(["metric", "last", "best", "at step", "values"], metrics)
     if run.checkpoints:
-        lines = [
-            (
-                line.name,
-                line.progress.get("ep"),
-                line.progress.get("st"),
-                shown_bytes(line.size),
-                line.problem or "valid",
-            )
-            for line in run.checkpoints
-        ]
+        lines = []
+        for line in run.checkpoints:
+            epoch, step = line.progress.get("ep"), line.progress.get("st")
+            lines.append((line.name, epoch, step, shown_bytes(line.size), line.problem or "valid"))
         print_table(["checkpoint", "epoch", "step", "size", "state"], lines, styles={"valid": "green"})
     for note in run.notes:
         print_lines(note, style="yellow")
@@ -137,26 +119,23 @@ def _print_run(run: RunData) -> None:
         print_lines(*run.log_tail.splitlines()[-SHOWN_LOG_LINES:])
 
 
-def report(arguments: argparse.Namespace) -> int:
+def report(arguments: argparse.Namespace) -> None:
     """Write the report, or serve it."""
     from drivetrain.experiment.reports.page import write_report
 
     if arguments.watch:
         if arguments.output is not None:
             raise ConfigError("--output writes a file and --watch serves a page. Use one of them.")
-        return board(arguments)
+        board(arguments)
+        return
     if arguments.port is not None:
         raise ConfigError("--port sets the port of a live page. Add --watch.")
     folders = [record.folder for record in find_all_runs(arguments.runs)]
     path = write_report(folders, arguments.output, directions=read_directions(arguments.direction)).resolve()
-    if arguments.json:
-        print_json({"report": str(path), "runs": [str(folder) for folder in folders]})
-    else:
-        print_lines(str(path))
-    return 0
+    print_either(arguments.json, {"report": str(path), "runs": [str(folder) for folder in folders]}, str(path))
 
 
-def board(arguments: argparse.Namespace) -> int:
+def board(arguments: argparse.Namespace) -> None:
     """Serve the report of active runs until Ctrl-C; runs that start later appear too."""
     from drivetrain.experiment.reports.live import serve
 
@@ -166,4 +145,3 @@ def board(arguments: argparse.Namespace) -> int:
             raise ExperimentError(f"there is no folder {place}. Give a run, or the --output-dir of your runs.")
     directions = read_directions(arguments.direction)
     serve(places, directions=directions, port=arguments.port or 0, prints_json=arguments.json)
-    return 0

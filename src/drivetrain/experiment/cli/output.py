@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.display import printable, printable_json
-from drivetrain.core.types import Settings
 
 PLAIN_WIDTH = 160
 """Width of tables that go to a file or a pipe, where there is no terminal width."""
@@ -54,14 +53,8 @@ def print_table(
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(
-        title=title or None,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        show_header=any(head),
-        pad_edge=False,
-    )
+    heading = Text(title, style="bold", justify="left") if title else None
+    table = Table(title=heading, box=box.SIMPLE_HEAD, show_header=any(head), pad_edge=False)
     for place, name in enumerate(head):
         table.add_column(printable(name), overflow="fold", no_wrap=0 < place < len(head) - 1 and len(head) < 6)
     for row in rows:
@@ -140,6 +133,14 @@ def print_json(data: object) -> None:
     print(printable_json(json.dumps(_without_nan(data), indent=2, ensure_ascii=False, default=str)))
 
 
+def print_either(as_json: bool, data: object, *lines: str) -> None:
+    """Print data as JSON, or lines for people."""
+    if as_json:
+        print_json(data)
+    else:
+        print_lines(*lines)
+
+
 @contextmanager
 def prints_to_stderr() -> Iterator[None]:
     """Send everything that is printed within to stderr, so that stdout holds nothing but JSON.
@@ -194,10 +195,6 @@ class Check:
     found: str
     remedy: str = ""
 
-    def as_data(self) -> Settings:
-        """Return plain values."""
-        return {"good": self.is_good, "check": self.name, "found": self.found, "remedy": self.remedy}
-
 
 def print_checks(checks: Iterable[Check], *, as_json: bool) -> int:
     """Print checks as they come in; 1 when any of them failed, else 0."""
@@ -209,7 +206,7 @@ def print_checks(checks: Iterable[Check], *, as_json: bool) -> int:
             remedy = f"  → {check.remedy}" if check.remedy else ""
             print_lines(f"{mark} {check.name}: {check.found}{remedy}", style=style if check.is_good is not True else "")
     if as_json:
-        print_json([check.as_data() for check in done])
+        print_json([{"good": one.is_good, "check": one.name, "found": one.found, "remedy": one.remedy} for one in done])
     return int(any(check.is_good is False for check in done))
 
 

@@ -7,13 +7,14 @@ own `strategy="auto"` would find. Status 0 comes with a plan, 3 means that nothi
 import argparse
 import json
 import os
-from contextlib import nullcontext
+import shutil
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from drivetrain.core.display import shown_bytes
 from drivetrain.core.errors import ExperimentError
 from drivetrain.core.types import Settings
-from drivetrain.experiment.cli.output import print_json, print_lines, prints_to_stderr
+from drivetrain.experiment.cli.output import print_either, print_lines, prints_to_stderr
 from drivetrain.experiment.cli.targets import find_target
 from drivetrain.experiment.command_line import JSON, argument
 
@@ -58,12 +59,16 @@ ARGUMENTS = {
 def plan(arguments: argparse.Namespace) -> int:
     """Find, show or compare plans."""
     if arguments.list or arguments.clear:
-        return _kept(arguments)
+        _list_or_clear(arguments)
+        return 0
     word, *files = arguments.what or ("",)
     if word == "show" and len(files) == 1:
-        return _show(files[0], arguments.json)
+        _print_plan(_read(files[0]), arguments.json)
+        return 0
     if word == "diff" and len(files) == 2:
-        return _diff(files[0], files[1], arguments.json)
+        lines = _read(files[0]).diff(_read(files[1])).splitlines()
+        print_either(arguments.json, {"differences": lines}, *(lines or ["the plans are equivalent"]))
+        return 0
     if files or word in ("", "show", "diff"):
         raise ExperimentError(
             f"plan {' '.join(arguments.what)}: expected one factory such as package.module:factory, `show FILE`, or `diff FILE FILE`."
@@ -72,8 +77,13 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def _plan(target: str, arguments: argparse.Namespace) -> int:
+    if ":" not in target:
+        raise ExperimentError(f"{target}: no function given. Name the one that returns the Trainer: {target}:factory.")
     with prints_to_stderr() if arguments.json else nullcontext():  # a factory may print what it likes
-        plan = _find(target, _made(target), arguments)
+        factory = find_target(target)
+        if not callable(factory):
+            raise ExperimentError(f"{target} is a {type(factory).__name__}; expected a function without arguments.")
+        plan = _find(target, factory(), arguments)
     failure = plan.failure
     if arguments.out is not None and failure is None:
         plan.save(arguments.out)
@@ -81,62 +91,38 @@ def _plan(target: str, arguments: argparse.Namespace) -> int:
         from drivetrain.strategy.explain import draw
 
         draw(plan, arguments.picture)
-    if arguments.json:
-        print_json(_as_data(plan))
-    else:
-        print_lines(*plan.explain(_width()).splitlines())
-        if failure is not None and failure.shortfall_bytes is not None:
-            print_lines(f"short by {shown_bytes(failure.shortfall_bytes)} on each device", style="red")
-        elif arguments.out is not None and failure is None:
-            print_lines(f"written to {arguments.out}")
+    _print_plan(plan, arguments.json)
+    if failure is not None and failure.shortfall_bytes is not None and not arguments.json:
+        print_lines(f"short by {shown_bytes(failure.shortfall_bytes)} on each device", style="red")
+    elif arguments.out is not None and failure is None and not arguments.json:
+        print_lines(f"written to {arguments.out}")
     return 0 if failure is None else INFEASIBLE
-
-
-def _made(target: str) -> object:
-    """Return what the factory gives."""
-    if ":" not in target:
-        raise ExperimentError(f"{target}: no function given. Name the one that returns the Trainer: {target}:factory.")
-    factory = find_target(target)
-    if not callable(factory):
-        raise ExperimentError(f"{target} is a {type(factory).__name__}; expected a function without arguments.")
-    return factory()
 
 
 def _find(target: str, made: object, arguments: argparse.Namespace) -> "Strategy":
     from drivetrain.strategy.device_spec import DeviceSpec
+    from drivetrain.train.auto import auto_accelerate
     from drivetrain.train.trainer import Trainer
 
     device: str | DeviceSpec = arguments.device
     if arguments.device.partition(":")[0] not in HERE:
         device = DeviceSpec.load(arguments.device)
-    requests = {
-        name: value
-        for name, value in (
-            ("numerics", arguments.numerics),
-            ("time_limit", arguments.time_limit),
-            ("memory_budget", _budget(arguments.memory_budget)),
-        )
-        if value is not None
-    }
+    requests = {name: getattr(arguments, name) for name in ("numerics", "time_limit", "memory_budget")}
+    requests = {name: value for name, value in requests.items() if value is not None}
+    with suppress(KeyError, ValueError):  # a share is a number, everything else is passed as it was written
+        requests["memory_budget"] = float(requests["memory_budget"])
     world = 1 if arguments.world_size is None else arguments.world_size
     if world < 1 or (arguments.batch_size is not None and arguments.batch_size < 1):
         raise ExperimentError(
             f"--world-size {world}, --batch-size {arguments.batch_size}: expected whole numbers of at least 1."
         )
+    size = arguments.batch_size
     if isinstance(made, Trainer):
-        return _for_trainer(target, made, device, world, arguments.batch_size, requests)
+        return _for_trainer(target, made, device, world, size, requests)
     if not isinstance(made, dict):
         raise ExperimentError(
             f"{target} returned a {type(made).__name__}; expected a Trainer, or a dict of auto_accelerate's arguments with 'model' in it."
         )
-    return _for_arguments(target, made, device, world, arguments.batch_size, requests)
-
-
-def _for_arguments(
-    target: str, made: Settings, device: "str | DeviceSpec", world: int, size: int | None, requests: Settings
-) -> "Strategy":
-    from drivetrain.train.auto import auto_accelerate
-
     settings = {**made, **requests, "plan_only": True, "world_size": world, "device": device}
     if size is not None and settings.get("dataset") is not None:
         settings["dataloader_args"] = {**(settings.get("dataloader_args") or {}), "batch_size": size}
@@ -178,15 +164,7 @@ def _for_trainer(
     return replace(plan, fingerprint=fingerprint(trainer.model, place, world, task.global_batch_size))
 
 
-def _budget(text: str | None) -> float | str | None:
-    """Return a share as a number, everything else as it was written."""
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        return text
-
-
-def _kept(arguments: argparse.Namespace) -> int:
+def _list_or_clear(arguments: argparse.Namespace) -> None:
     """List or remove the plans that searches have kept."""
     from drivetrain.strategy.search.plan_cache import clear_plans, kept_plans
 
@@ -194,39 +172,12 @@ def _kept(arguments: argparse.Namespace) -> int:
         raise ExperimentError(f"plan --list and --clear take no names, got {' '.join(arguments.what)}.")
     if arguments.clear:
         count = clear_plans()
-        print_json({"removed": count}) if arguments.json else print_lines(f"{count} cached plans removed")
-        return 0
-    plans = kept_plans()
-    rows = [
-        {"made": one.made, "model": one.model, "device": one.device, "world": one.world, "batch": one.batch, "path": str(one.path)}
-        for one in plans
-    ]  # fmt: skip
-    if arguments.json:
-        print_json({"plans": rows})
-    else:
-        lines = [
-            f"{r['made']}  {r['model']}, batch {r['batch']}, {r['world']} x {r['device']}: {r['path']}" for r in rows
-        ]
-        print_lines(*(lines or ["no cached plans"]))
-    return 0
-
-
-def _show(file: str, as_json: bool) -> int:
-    plan = _read(file)
-    if as_json:
-        print_json(_as_data(plan))
-    else:
-        print_lines(*plan.explain(_width()).splitlines())
-    return 0
-
-
-def _diff(first: str, second: str, as_json: bool) -> int:
-    lines = _read(first).diff(_read(second)).splitlines()
-    if as_json:
-        print_json({"differences": lines})
-    else:
-        print_lines(*(lines or ["the plans are equivalent"]))
-    return 0
+        print_either(arguments.json, {"removed": count}, f"{count} cached plans removed")
+        return
+    names = ("made", "model", "device", "world", "batch", "path")
+    rows = [{name: getattr(one, name) for name in names} for one in kept_plans()]
+    lines = ["{made}  {model}, batch {batch}, {world} x {device}: {path}".format(**row) for row in rows]
+    print_either(arguments.json, {"plans": rows}, *(lines or ["no cached plans"]))
 
 
 def _read(file: str) -> "Strategy":
@@ -239,17 +190,8 @@ def _read(file: str) -> "Strategy":
     return Strategy.load(os.path.abspath(file))
 
 
-def _as_data(plan: "Strategy") -> Settings:
-    failure = plan.failure
-    kept = (
-        None
-        if failure is None
-        else {"kind": failure.kind, "message": failure.message, "shortfall_bytes": failure.shortfall_bytes}
-    )
-    return {"plan": json.loads(plan.to_json()), "failure": kept}
-
-
-def _width() -> int:
-    import shutil
-
-    return max(80, min(140, shutil.get_terminal_size((100, 24)).columns))
+def _print_plan(plan: "Strategy", as_json: bool) -> None:
+    names = ("kind", "message", "shortfall_bytes")
+    failure = None if plan.failure is None else {name: getattr(plan.failure, name) for name in names}
+    width = max(80, min(140, shutil.get_terminal_size((100, 24)).columns))
+    print_either(as_json, {"plan": json.loads(plan.to_json()), "failure": failure}, *plan.explain(width).splitlines())

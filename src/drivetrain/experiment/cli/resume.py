@@ -5,6 +5,7 @@ somebody else, names that file. So the file is printed first, and one that other
 """
 
 import argparse
+import functools
 import os
 import stat
 from contextlib import nullcontext
@@ -78,23 +79,19 @@ def _resume_sweep(folder: Path, arguments: argparse.Namespace) -> int:
                 f"--set {change}: a sweep resumes with its own parameters. Only secrets, which it does not store, can be set."
             )
         given[name] = text
-    return run_sweep(
-        lambda on_change: continue_sweep(experiment, folder, params=given, on_change=on_change), arguments.json
-    )
+    return run_sweep(functools.partial(continue_sweep, experiment, folder, params=given), arguments.json)
 
 
 def _trusted_experiment(record: RunRecord, arguments: argparse.Namespace) -> "Experiment":
-    """Print what continuing a run will execute, check who can have written it, and load it."""
+    """Print what continuing a run will execute, check who can have written it, and load it, which runs the file."""
     source = source_of(record)
     with prints_to_stderr() if arguments.json else nullcontext():
         print_lines(*describe_source(record, source))  # before anything of it is run
-    if not arguments.trust:
-        check_trust(source)
-    return _experiment_in(source, record)
-
-
-def _experiment_in(source: Path, record: RunRecord) -> "Experiment":
-    """Return the experiment of a run from the file it was defined in; this runs the file."""
+    if not arguments.trust and (reasons := reasons_for_distrust(source)):
+        raise ResumeError(
+            f"{source} is not run: {'; '.join(reasons)}. Read the file; if you trust it, resume again with --trust, or start your own "
+            "copy of the program with --resume."
+        )
     try:
         return find_in_file(source, record.experiment)
     except ExperimentError as error:
@@ -105,7 +102,7 @@ def _experiment_in(source: Path, record: RunRecord) -> "Experiment":
 
 
 def _resolved(experiment: "Experiment", record: RunRecord, arguments: argparse.Namespace) -> "Resolved":
-    from drivetrain.experiment.resolve import Given, resolve
+    from drivetrain.experiment.resolve import Given, resolve, unknown_parameter
 
     given = {}
     for name in KEPT:
@@ -116,8 +113,6 @@ def _resolved(experiment: "Experiment", record: RunRecord, arguments: argparse.N
         name, separator, text = change.partition("=")
         name = name.strip().replace("-", "_")
         if not separator or name not in experiment.parameters:
-            from drivetrain.experiment.resolve import unknown_parameter
-
             problem = "expected NAME=VALUE" if not separator else unknown_parameter(name, experiment.parameters)
             raise ParameterError(f"--set {change}: {problem}")
         multiple = experiment.parameters[name].multiple
@@ -130,21 +125,18 @@ def _print_place(record: RunRecord) -> None:
     """Print the checkpoint to continue from, and those that are skipped and why."""
     from drivetrain.experiment.reports.gather import read_checkpoints
 
-    lines = read_checkpoints(record.checkpoints_path, "full")
-    for line in lines:
-        if line.problem is not None:
+    newest = None
+    for line in read_checkpoints(record.checkpoints_path, "full"):
+        if line.problem is None:
+            newest = line
+        else:
             print_lines(f"skipped      {line.name}: {line.problem}", style="yellow")
-    valid = [line for line in lines if line.problem is None]
-    if not valid:
+    if newest is None:
         print_lines("checkpoint   no valid one: the run starts from the beginning")
         return
-    progress = valid[-1].progress
-    place = ", ".join(
-        f"{word} {progress[unit]:g}"
-        for unit, word in (("ep", "epoch"), ("st", "step"), ("sp", "sample"))
-        if unit in progress
-    )
-    print_lines(f"checkpoint   {valid[-1].name}", f"continues at {place}")
+    words, progress = {"ep": "epoch", "st": "step", "sp": "sample"}, newest.progress
+    place = ", ".join(f"{word} {progress[unit]:g}" for unit, word in words.items() if unit in progress)
+    print_lines(f"checkpoint   {newest.name}", f"continues at {place}")
 
 
 def source_of(record: RunRecord) -> Path:
@@ -200,13 +192,3 @@ def reasons_for_distrust(path: Path) -> list[str]:
     open_folders = [folder for folder, mode in folders if mode & stat.S_IWOTH and not mode & stat.S_ISVTX]
     reasons += [f"every user can replace files in {folder}" for folder in open_folders]
     return reasons
-
-
-def check_trust(path: Path) -> None:
-    """Raise a `ResumeError` for a file that someone else may have written."""
-    reasons = reasons_for_distrust(path)
-    if reasons:
-        raise ResumeError(
-            f"{path} is not run: {'; '.join(reasons)}. Read the file; if you trust it, resume again with --trust, or start your own "
-            "copy of the program with --resume."
-        )

@@ -5,23 +5,21 @@ own: once for N steps; once until it has saved after half of them and is then ki
 The two last checkpoints must hold the same, to the bit.
 """
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import Settings
 from drivetrain.experiment.cli.output import Check
 from drivetrain.experiment.cli.targets import find_experiment, find_target
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LEAST_STEPS = 4
 SECONDS = 600
@@ -80,37 +78,28 @@ def _check_experiment(target: str, num_steps: int, words: list[str]) -> Iterator
     half = num_steps // 2
     with tempfile.TemporaryDirectory(prefix="drivetrain-resume-check-") as place:
         whole, broken = Path(place, "whole"), Path(place, "broken")
-        outcome = _start(target, words, whole, "stop", num_steps)
-        if outcome is not None:
-            yield Check(False, f"{num_steps} steps", outcome)
-            return
-        yield Check(True, f"{num_steps} steps", "done without interruption")
-        outcome = _start(target, words, broken, "kill", half)
-        if outcome is not None:
-            yield Check(False, f"kill after {half} steps", outcome)
-            return
-        yield Check(True, "kill -9", f"one step after the checkpoint of step {half}")
-        outcome = _start(target, words, broken, "stop", num_steps - half)
-        if outcome is not None:
-            yield Check(False, "resume", outcome)
-            return
+        stages = (
+            (f"{num_steps} steps", whole, "stop", num_steps),
+            (f"kill after {half} steps", broken, "kill", half),
+            ("resume", broken, "stop", num_steps - half),
+        )
+        for name, folder, ending, count in stages:
+            problem = _start(target, words, folder, ending, count)
+            if problem is not None:
+                yield Check(False, name, problem)
+                return
+            if folder is whole:
+                yield Check(True, name, "done without interruption")
+            elif ending == "kill":
+                yield Check(True, "kill -9", f"one step after the checkpoint of step {half}")
         yield _verdict(whole, broken, num_steps)
 
 
 def _start(target: str, words: list[str], folder: Path, ending: str, num_steps: int) -> str | None:
     """Run a part of the experiment in its own process; return what went wrong, None if it ended as it should."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    command = [
-        sys.executable,
-        "-m",
-        "drivetrain.experiment.cli.resume_check",
-        target,
-        str(folder),
-        ending,
-        str(num_steps),
-        str(SEED),
-        *words,
-    ]
+    command = [sys.executable, "-m", "drivetrain.experiment.cli.resume_check", target, str(folder), ending]
+    command += [str(num_steps), str(SEED), *words]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", env=environment, timeout=SECONDS, check=False
@@ -170,39 +159,22 @@ def _same(a: object, b: object) -> bool:
 
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         # Bytes are compared, because NaN equals nothing, itself included.
-        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b))
+        one, other = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b))
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(one, other)
     return type(a) is type(b) and repr(a) == repr(b)
 
 
-def _bytes(tensor: "Tensor") -> "Tensor":
-    import torch
+def signalling(
+    method: Callable[..., object], signals: Mapping[int, int], steps: Iterator[int]
+) -> Callable[..., object]:
+    """Return a method that counts its calls, and first sends this process the signal of the step, if it has one."""
 
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    def counted(*args: object, **kwargs: object) -> object:
+        if number := signals.get(next(steps)):
+            os.kill(os.getpid(), number)
+        return method(*args, **kwargs)
 
-
-class Boundaries:
-    """Counts the steps of one process, where a Trainer or Checkpointer handles signals, and sends the signal at an exact step."""
-
-    def __init__(self, ending: str, at: int):
-        self.ending, self.at, self.count = ending, at, 0
-
-    def watch(self, owner: type, method: str) -> None:
-        """Count the calls of one method."""
-        original: Callable[..., object] = getattr(owner, method)
-
-        def counted(this: object, *args: object, **kwargs: object) -> Any:
-            self.passed()
-            return original(this, *args, **kwargs)
-
-        setattr(owner, method, counted)
-
-    def passed(self) -> None:
-        """Count a boundary: stop at it, or save at it and be killed at the next one."""
-        self.count += 1
-        if self.count == self.at:
-            os.kill(os.getpid(), signal.SIGTERM if self.ending == "stop" else signal.SIGUSR1)
-        elif self.count == self.at + 1 and self.ending == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+    return counted
 
 
 def main(target: str, folder: str, ending: str, at: str, seed: str, *words: str) -> int:
@@ -213,9 +185,11 @@ def main(target: str, folder: str, ending: str, at: str, seed: str, *words: str)
     from drivetrain.experiment.running import run_experiment
     from drivetrain.train.trainer import Trainer
 
-    boundaries = Boundaries(ending, int(at))
-    boundaries.watch(Trainer, "_at_boundary")
-    boundaries.watch(Checkpointer, "step")
+    # A step ends where a Trainer or Checkpointer handles signals: stop at it, or save at it and be killed at the next one.
+    last, steps = int(at), itertools.count(1)
+    signals = {last: signal.SIGTERM} if ending == "stop" else {last: signal.SIGUSR1, last + 1: signal.SIGKILL}
+    for owner, method in ((Trainer, "_at_boundary"), (Checkpointer, "step")):
+        setattr(owner, method, signalling(getattr(owner, method), signals, steps))
     experiment, rest = find_experiment(target, list(words))
     given = {"random_seed": Given(int(seed), "run"), **parse(rest, experiment.parameters).given}
     run_experiment(experiment, resolve(experiment.parameters, given, experiment.defaults), folder=Path(folder))

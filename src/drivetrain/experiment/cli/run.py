@@ -7,14 +7,13 @@ import time
 import traceback
 from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.display import printable_lines
 from drivetrain.core.errors import DrivetrainError, ParameterError
 from drivetrain.core.secret import hide
-from drivetrain.core.types import Settings
 from drivetrain.experiment.cli.output import (
     STATE_STYLES,
     own_command,
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from drivetrain.experiment.resolve import Resolved
 
 OPTIONS_HELP = "options of the experiment; --help after TARGET lists them"
-
-
 LAUNCH_OPTIONS = {
     "nproc_per_node": "processes to start on this machine; auto: one per accelerator (default: auto)",
     "nnodes": "number of machines",
@@ -113,90 +110,69 @@ def start(
     experiment: "Experiment", resolved: "Resolved", *, argv: list[str], force: bool = False, as_json: bool = False
 ) -> int:
     """Start an experiment with resolved parameters and return the exit status."""
+    from drivetrain.experiment.resume import choose_beginning
+    from drivetrain.experiment.run_folder import STATUS, check_is_new, read_json, run_path
     from drivetrain.experiment.running import run_experiment
 
-    folder, is_new = choose_folder(experiment, resolved, force)
+    # Looking ahead must not change what the run is given.
+    ahead = replace(resolved, values=dict(resolved.values), origins=dict(resolved.origins))
+    record = choose_beginning(experiment.name, ahead, experiment.parameters, force=force).record
+    if record is None:
+        folder = run_path(resolved.values["output_dir"], experiment.name, resolved.values["run_name"])
+        check_is_new(folder)
+    else:
+        folder = record.folder
     if not as_json:
         _print_beginning(experiment, resolved, folder)
-    began = time.time()
+    began, status = time.time(), 0
     try:
         with prints_to_stderr() if as_json else nullcontext():
-            run_experiment(experiment, resolved, argv=argv, force=force, folder=folder if is_new else None)
+            run_experiment(experiment, resolved, argv=argv, force=force, folder=folder if record is None else None)
     except KeyboardInterrupt:
-        _print_ending(folder, as_json)
-        return INTERRUPTED
+        status = INTERRUPTED
     except SystemExit as stop:
-        _print_ending(folder, as_json)
-        return stop.code if isinstance(stop.code, int) else FAILED
+        status = stop.code if isinstance(stop.code, int) else FAILED
     except Exception as error:
-        if isinstance(error, DrivetrainError) and not _has_begun(folder, began):
+        heartbeat = read_json(folder / STATUS).get("heartbeat")
+        has_begun = isinstance(heartbeat, int | float) and heartbeat >= began - 1
+        if isinstance(error, DrivetrainError) and not has_begun:
             raise  # raised before anything was done: bad input
         _print_failure(error, folder, resolved.hidden())
-        _print_ending(folder, as_json)
-        return FAILED
+        status = FAILED
     _print_ending(folder, as_json)
-    return 0
-
-
-def choose_folder(experiment: "Experiment", resolved: "Resolved", force: bool) -> tuple[Path, bool]:
-    """Return the folder the run will be in, and whether it is a new one."""
-    from drivetrain.experiment.resume import choose_beginning
-    from drivetrain.experiment.run_folder import check_is_new, run_path
-
-    copy = resolved.copy()  # looking ahead must not change what the run is given
-    record = choose_beginning(experiment.name, copy, experiment.parameters, force=force).record
-    if record is not None:
-        return record.folder, False
-    folder = run_path(resolved.values["output_dir"], experiment.name, resolved.values["run_name"])
-    check_is_new(folder)
-    return folder, True
+    return status
 
 
 def _print_beginning(experiment: "Experiment", resolved: "Resolved", folder: Path) -> None:
+    from drivetrain.experiment.parameters import wants_cpu
+    from drivetrain.runtime.device import choose_device
+
     print_lines(f"experiment  {experiment.name}", f"run folder  {folder}")
     values = resolved.values
     if values["distributed"]:
         print_lines(
             f"processes   {values['nproc_per_node']} on each of {values['nnodes']} node(s), {values['max_restarts']} restarts allowed"
         )
-    print_lines(f"device      {_device(values)}")
+    print_lines(f"device      {'cpu' if wants_cpu(values) else choose_device(values['device'])}")
     shown = resolved.shown()
     given = [(name, shown[name], resolved.origins[name]) for name in values if resolved.is_declared(name)]
     if given:
         print_table(["parameter", "value", "from"], given)
 
 
-def _device(values: Settings) -> str:
-    from drivetrain.experiment.parameters import wants_cpu
-    from drivetrain.runtime.device import choose_device
-
-    return "cpu" if wants_cpu(values) else str(choose_device(values["device"]))
-
-
-def _has_begun(folder: Path, began: float) -> bool:
-    from drivetrain.experiment.run_folder import STATUS, read_json
-
-    heartbeat = read_json(folder / STATUS).get("heartbeat")
-    return isinstance(heartbeat, int | float) and heartbeat >= began - 1
-
-
 def _print_failure(error: Exception, folder: Path, hidden: Iterable[str]) -> None:
-    rank = getattr(error, "rank", None)
-    if rank is None:
-        lines = traceback.format_exception(type(error), error, _from_user_code(error))
-        print(printable_lines(hide("".join(lines), hidden)), end="", file=sys.stderr)
-        return
+    """Print the traceback from the experiment's own function on, or which rank failed first."""
     from drivetrain.experiment.run_folder import log_file
 
-    print_error(hide(str(error), hidden), f"rank {rank} failed first; its log: {log_file(folder, rank)}")
-
-
-def _from_user_code(error: Exception) -> TracebackType | None:
-    """Return the traceback from the experiment's own function on; what starts it is of no interest to its author."""
+    rank = getattr(error, "rank", None)
+    if rank is not None:
+        print_error(hide(str(error), hidden), f"rank {rank} failed first; its log: {log_file(folder, rank)}")
+        return
     package, trace = str(Path(__file__).parents[2]), error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(package):
         trace = trace.tb_next
-    return trace or error.__traceback__
+    lines = traceback.format_exception(type(error), error, trace or error.__traceback__)
+    print(printable_lines(hide("".join(lines), hidden)), end="", file=sys.stderr)
 
 
 def _print_ending(folder: Path, as_json: bool) -> None:
@@ -209,27 +185,23 @@ def _print_ending(folder: Path, as_json: bool) -> None:
     checkpoints = read_checkpoints(record.checkpoints_path, "off")
     best = next((line for line in checkpoints if line.is_best), None)
     kept = best or next((line for line in checkpoints if line.is_last), None)
+    checkpoint = "best_checkpoint" if best else "last_checkpoint"
     data = {
         "state": record.state,
         "result": record.result,
         "seconds": record.status.get("seconds"),
         "restarts": record.status.get("restarts"),
         "plan": record.manifest.get("plan"),
-        "best_checkpoint" if best else "last_checkpoint": None
-        if kept is None
-        else str(record.checkpoints_path / kept.name),
+        checkpoint: None if kept is None else str(record.checkpoints_path / kept.name),
         "run_folder": str(folder),
         "error": record.status.get("error"),
     }
     if as_json:
         print_json(data)
         return
+    titles = {name: name.replace("_", " ") for name in data} | {"seconds": "duration"}
     data["seconds"] = duration(data["seconds"])
-    rows = [
-        (name.replace("_", " ").replace("seconds", "duration"), value)
-        for name, value in data.items()
-        if value not in (None, 0)
-    ]
+    rows = [(titles[name], value) for name, value in data.items() if value not in (None, 0)]
     print_table(["", ""], rows, styles=STATE_STYLES)
     hint = "report" if record.has_ended else "resume"
     print_lines(f"next: {own_command()} {hint} {shlex.quote(str(folder))}")

@@ -5,10 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from drivetrain.core.errors import ExperimentError, nearest_name
 from drivetrain.core.types import Settings
-from drivetrain.experiment.directions import direction_of
+from drivetrain.experiment.directions import direction_of, first_declared
 from drivetrain.experiment.records import (
     RunRecord,
     find_by_id,
@@ -19,11 +20,10 @@ from drivetrain.experiment.records import (
     read_run,
     short_id,
 )
-from drivetrain.experiment.reports.gather import common_objective, main_metric, telling_settings, varying_settings
+from drivetrain.experiment.reports.gather import common_objective, differing, main_metric, telling_settings
 from drivetrain.experiment.summaries import MetricsSummary, summary_of
 
 DEFAULT_PLACE = "output"
-RESULT = "result"
 
 
 def locate(given: str) -> Path:
@@ -50,9 +50,8 @@ def find_run(given: str) -> RunRecord:
         if is_run(folder):
             return read_run(folder)
     if not path.exists():
-        near = (
-            nearest_name(path.name, [entry.name for entry in path.parent.iterdir()]) if path.parent.is_dir() else None
-        )
+        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = nearest_name(path.name, siblings)
         hint = f" Did you mean {path.parent / near}?" if near else ""
         raise ExperimentError(f"there is no run {given}: the path does not exist.{hint} `drivetrain ls` lists runs.")
     return read_run(path)  # which raises and names what is missing
@@ -61,7 +60,7 @@ def find_run(given: str) -> RunRecord:
 def find_sweep(given: str) -> Path | None:
     """Return the folder of the sweep that a folder or short id names, None where it names something else."""
     path = locate(given)
-    return path if is_sweep(path) and not is_run(path) else None
+    return path if is_sweep(path) else None
 
 
 def find_all_runs(given: Sequence[str]) -> list[RunRecord]:
@@ -75,8 +74,7 @@ def find_all_runs(given: Sequence[str]) -> list[RunRecord]:
     return list(found.values())
 
 
-@dataclass(frozen=True)
-class Objective:
+class Objective(NamedTuple):
     """The number by which a run is judged."""
 
     tag: str
@@ -110,21 +108,12 @@ class RunLine:
     @cached_property
     def directions(self) -> dict[str, str]:
         """Declared directions: on the command line, else with the Recorder, else with the experiment."""
-        merged = dict(self.given_directions)
-        for source in (self.summary.directions, self.record.directions):
-            merged |= {name: good for name, good in source.items() if name not in merged}
-        return merged
+        return first_declared(self.given_directions, self.summary.directions, self.record.directions)
 
     @cached_property
     def results(self) -> dict[str, float]:
         """The numbers that the experiment returned."""
-        result = self.record.result
-        entries = result.items() if isinstance(result, Mapping) else [(RESULT, result)]
-        return {
-            str(name): float(value)
-            for name, value in entries
-            if isinstance(value, int | float) and not isinstance(value, bool)
-        }
+        return {name: float(value) for name, value in self.record.numbers.items()}
 
     def objective(self, name: str | None = None) -> Objective | None:
         """Return the metric or result of this name; without one the number to judge the run by."""
@@ -181,4 +170,10 @@ def read_lines(
 
 def varying(lines: Sequence[RunLine]) -> dict[str, list[object]]:
     """Return the parameters that differ between runs, with one value per run."""
-    return varying_settings([line.record for line in lines])
+    return differing([line.settings() for line in lines])
+
+
+def common_direction(lines: Iterable[RunLine], tag: str) -> str | None:
+    """Return the direction of a metric or result on which the runs that have it agree."""
+    found = {direction_of(tag, line.directions) for line in lines if tag in line.summary.tags or tag in line.results}
+    return found.pop() if len(found) == 1 else None

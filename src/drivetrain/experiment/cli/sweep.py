@@ -5,6 +5,7 @@ a pipe, and what comes out of it is printed above the table, line by line.
 """
 
 import argparse
+import functools
 import math
 import os
 import re
@@ -103,29 +104,24 @@ def sweep(arguments: argparse.Namespace) -> int:
         raise ParameterError(f"{rest[0]!r} is not understood. Expected {AXES_HELP}.")
     axes = [word for word in arguments.axes if "=" in word]
     space, fixed = read_space(experiment, axes)
-    in_pool = any(
-        value is not None for value in (arguments.processes, arguments.gpus_per_trial, arguments.trial_timeout)
+    pooled = (arguments.processes, arguments.gpus_per_trial, arguments.trial_timeout)
+    start = functools.partial(
+        sweeping.sweep,
+        experiment,
+        space,
+        sampler=_sampler(arguments, space),
+        executor=arguments.executor or ("inline" if pooled == (None, None, None) else "pool"),
+        n_trials=arguments.trials,
+        objective=_one_or_several(arguments.objective),
+        direction=_one_or_several(arguments.direction),
+        params=fixed,
+        seed=arguments.seed,
+        num_processes=arguments.processes,
+        gpus_per_trial=arguments.gpus_per_trial,
+        retries=arguments.retries,
+        trial_timeout=arguments.trial_timeout,
+        resume=arguments.resume,
     )
-
-    def start(on_change: "OnChange") -> "SweepResult":
-        return sweeping.sweep(
-            experiment,
-            space,
-            sampler=_sampler(arguments, space),
-            executor=arguments.executor or ("pool" if in_pool else "inline"),
-            n_trials=arguments.trials,
-            objective=_one_or_several(arguments.objective),
-            direction=_one_or_several(arguments.direction),
-            params=fixed,
-            seed=arguments.seed,
-            num_processes=arguments.processes,
-            gpus_per_trial=arguments.gpus_per_trial,
-            retries=arguments.retries,
-            trial_timeout=arguments.trial_timeout,
-            resume=arguments.resume,
-            on_change=on_change,
-        )
-
     return run_sweep(start, arguments.json)
 
 
@@ -151,8 +147,11 @@ def _sampler(arguments: argparse.Namespace, space: Mapping[str, "Axis"]) -> "str
     return OptunaConfig(**given)
 
 
-def run_sweep(start: "Callable[[OnChange], SweepResult]", as_json: bool) -> int:
-    """Run a sweep with its progress shown, print what it found, also when it is interrupted, and return the exit status."""
+def run_sweep(start: "Callable[..., SweepResult]", as_json: bool) -> int:
+    """Run a sweep, `start(on_change=...)`, with its progress shown, print what it found, also when it is interrupted.
+
+    Returns the exit status.
+    """
     seen: list[SweepResult] = []
     try:
         with prints_to_stderr() if as_json else show_progress() as show:
@@ -162,7 +161,7 @@ def run_sweep(start: "Callable[[OnChange], SweepResult]", as_json: bool) -> int:
                 if show is not None:
                     show(result)
 
-            result = start(change)
+            result = start(on_change=change)
     except SweepError as error:
         print_result(cast("SweepResult", error.result), as_json)
         print_error(error)
@@ -244,21 +243,13 @@ def _range(found: re.Match[str], word: str) -> "Axis":
 def print_result(result: "SweepResult", as_json: bool) -> None:
     rows = result.rows()
     if as_json:
-        print_json(
-            {
-                "folder": None if result.folder is None else str(result.folder),
-                "direction": result.direction,
-                "trials": rows,
-            }
-        )
+        print_json({"folder": result.folder, "direction": result.direction, "trials": rows})
         return
     hidden = {"attempts", "run"} | (set() if result.failed else {"error"})
     names = [name for name in rows[0] if name not in hidden] if rows else []
-    print_table(
-        names,
-        [[str(row[name] or "").partition("\n")[0] if name == "error" else row[name] for name in names] for row in rows],
-        styles=STATE_STYLES,
-    )
+    for row in rows:
+        row["error"] = str(row["error"] or "").partition("\n")[0]
+    print_table(names, [[row[name] for name in names] for row in rows], styles=STATE_STYLES)
     command, folder = own_command(), shlex.quote(str(result.folder))
     print_lines(
         f"sweep folder  {result.folder}", "next:", f"  {command} compare {folder}", f"  {command} report {folder}"
@@ -299,9 +290,8 @@ def state_of(result: "SweepResult") -> str:
     parts = [f"{running} running", f"{done}{'' if result.total is None else f' of {result.total}'} done"]
     parts.append(f"{len(result.failed)} failed")
     if first is not None:
-        parts.append(
-            f"{'best' if result.goal.is_single else 'first of the front'} {values_of(first)} (trial {first.index})"
-        )
+        which = "best" if result.goal.is_single else "first of the front"
+        parts.append(f"{which} {values_of(first)} (trial {first.index})")
     if result.seconds_left:
         parts.append(f"about {duration(math.ceil(result.seconds_left))} left")
     return ", ".join(parts)
@@ -390,24 +380,18 @@ class LiveTable:
         if self._result is None:
             return Text("sweep: no trial has started")
         room = max(3, self._live.console.height - 8)
-        trials = sorted(
-            self._result.ranked, key=lambda trial: ORDER.index(trial.status)
-        )  # stable: best first within a state
+        # Sorting is stable: the best comes first within a state.
+        trials = sorted(self._result.ranked, key=lambda trial: ORDER.index(trial.status))
         hidden = len(trials) - room
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ("trial", "parameters", "state", "metric", "time"):
             table.add_column(name, overflow="fold", no_wrap=name in ("trial", "state", "time"))
         names = self._result.varied
         for trial in trials[:room]:
-            table.add_row(
-                str(trial.index),
-                Text(
-                    printable(", ".join(f"{name}={plain_text(self._result.shown(trial).get(name))}" for name in names))
-                ),
-                Text(trial.status, style=STATE_STYLES.get(trial.status, "")),
-                values_of(trial),
-                f"{trial.elapsed:.1f} s",
-            )
+            shown = self._result.shown(trial)
+            params = Text(printable(", ".join(f"{name}={plain_text(shown.get(name))}" for name in names)))
+            status = Text(trial.status, style=STATE_STYLES.get(trial.status, ""))
+            table.add_row(str(trial.index), params, status, values_of(trial), f"{trial.elapsed:.1f} s")
         # Above the table and not as its title, which would be broken at the table's width.
         state, more = Text(f"sweep: {state_of(self._result)}", style="bold"), Text(f"… and {hidden} more")
         return Group(state, table, more) if hidden > 0 else Group(state, table)

@@ -19,7 +19,9 @@ TARGET_HELP = "file.py, file.py:name or package.module:name"
 
 def find_target(target: str) -> Any:
     """Return what a target names: an experiment, a group, or another attribute of the module."""
-    place, _, name = _split(target)
+    place, _, name = target.rpartition(":")
+    if not place or name.endswith(".py"):
+        place, name = target, ""
     if not name and place.endswith(".py"):
         _reject_plain_script(Path(place))
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
@@ -53,25 +55,18 @@ def find_experiment(target: str, words: list[str]) -> tuple[Any, list[str]]:
     return found, rest
 
 
-def _split(target: str) -> tuple[str, str, str]:
-    place, separator, name = target.rpartition(":")
-    if not separator or name.endswith(".py"):
-        return target, "", ""
-    return place, separator, name
-
-
 def _load_file(path: Path) -> ModuleType:
     """Load a file as Python would when it imports it: its folder is where further imports are looked for."""
     if not path.is_file():
-        near = (
-            nearest_name(path.name, [entry.name for entry in path.parent.glob("*.py")])
-            if path.parent.is_dir()
-            else None
-        )
+        near = nearest_name(path.name, [entry.name for entry in path.parent.glob("*.py")])
         hint = f" Did you mean {path.parent / near}?" if near else f" Expected {TARGET_HELP}."
         raise ExperimentError(f"there is no file {path}.{hint}")
     path = path.resolve()
-    root, name = _import_name(path)
+    root, parts = path.parent, [path.stem]
+    while (root / "__init__.py").is_file():  # up to where its outermost package lies
+        parts.insert(0, root.name)
+        root = root.parent
+    name = ".".join(parts)
     loaded = sys.modules.get(name)
     if loaded is not None and getattr(loaded, "__file__", None) and Path(str(loaded.__file__)).resolve() == path:
         return loaded
@@ -100,15 +95,6 @@ def _reject_plain_script(path: Path) -> None:
         )
 
 
-def _import_name(path: Path) -> tuple[Path, str]:
-    """Return where a file's outermost package lies and the dotted name the file has from there."""
-    folder, parts = path.parent, [path.stem]
-    while (folder / "__init__.py").is_file():
-        parts.insert(0, folder.name)
-        folder = folder.parent
-    return folder, ".".join(parts)
-
-
 def _load_module(name: str) -> ModuleType:
     _look_in(Path.cwd())
     try:
@@ -126,19 +112,20 @@ def _look_in(folder: Path) -> None:
 
 
 def _experiments(module: ModuleType) -> Settings:
-    """Return the experiments and groups a module defines by itself, by attribute; members of its groups are left to those."""
+    """Return the experiments and groups in a module, by attribute."""
     from drivetrain.experiment.experiments import Experiment, ExperimentGroup
 
-    kinds = (Experiment, ExperimentGroup)
     # type() rather than isinstance(): a live name such as `params` answers isinstance() for its present value.
-    found = {name: value for name, value in vars(module).items() if issubclass(type(value), kinds)}
-    own = {name: value for name, value in found.items() if value.main_function.__module__ == module.__name__} or found
-    members = {id(entry) for value in own.values() if isinstance(value, ExperimentGroup) for entry in value.experiments}
-    return {name: value for name, value in own.items() if id(value) not in members}
+    kinds = (Experiment, ExperimentGroup)
+    return {name: value for name, value in vars(module).items() if issubclass(type(value), kinds)}
 
 
 def _only_experiment(module: ModuleType, target: str) -> object:
-    found = _experiments(module)
+    """Return the one experiment or group that a module defines by itself; members of its groups are left to those."""
+    every = _experiments(module)
+    own = {name: value for name, value in every.items() if value.main_function.__module__ == module.__name__} or every
+    members = {id(entry) for value in own.values() for entry in getattr(value, "experiments", ())}
+    found = {name: value for name, value in own.items() if id(value) not in members}
     different = {id(value): value for value in found.values()}
     if len(different) == 1:
         return next(iter(different.values()))
@@ -154,9 +141,7 @@ def _only_experiment(module: ModuleType, target: str) -> object:
 def _attribute(module: ModuleType, name: str, target: str) -> object:
     if hasattr(module, name):
         return getattr(module, name)
-    from drivetrain.experiment.experiments import Experiment, ExperimentGroup
-
-    every = [value for value in vars(module).values() if issubclass(type(value), (Experiment, ExperimentGroup))]
+    every = _experiments(module).values()
     found = next((value for value in every if value.name == name), None)
     if found is not None:
         return found

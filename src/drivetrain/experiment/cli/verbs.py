@@ -29,7 +29,10 @@ VERBS = {
     "completion": ("verbs", "print a script that lets bash, zsh or fish complete verbs and options"),
     "demo": ("run", "train a small classifier on built-in data, on this machine's device"),
 }
-"""Each verb's module in this folder, and what it does. The module has the verb's function and its `ARGUMENTS`."""
+"""Each verb's module in this folder, and what it does. The module has the verb's function and its `ARGUMENTS`.
+
+The function returns the exit status; None is 0.
+"""
 
 FAILED, INTERRUPTED = 1, 130
 STDOUT = 1
@@ -47,7 +50,8 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
         if verb == chosen:
             loaded = importlib.import_module(f"drivetrain.experiment.cli.{module}")
             own.usage = getattr(loaded, "USAGE", None)
-            own.add(loaded.ARGUMENTS[verb])
+            for names, options in loaded.ARGUMENTS[verb]:
+                own.add_argument(*names, **options)
             own.set_defaults(execute=getattr(loaded, verb), parser=own)
     return parser
 
@@ -79,7 +83,7 @@ def _run_verb(words: list[str]) -> int:
     from drivetrain.core.errors import DrivetrainError
 
     try:
-        return int(arguments.execute(arguments))
+        return int(arguments.execute(arguments) or 0)
     except DrivetrainError as error:
         print_error(error, arguments.parser.format_usage().rstrip())
         return BAD_INPUT
@@ -116,9 +120,12 @@ ARGUMENTS = {
 }
 
 
-def completion(arguments: argparse.Namespace) -> int:
+def completion(arguments: argparse.Namespace) -> None:
     """Print the script."""
-    options = {verb: _options(verb) for verb in VERBS}
+    options = {}
+    for verb, (module, _) in VERBS.items():
+        entries = importlib.import_module(f"drivetrain.experiment.cli.{module}").ARGUMENTS[verb]
+        options[verb] = [name for names, _ in entries for name in names if name.startswith("-")]
     if arguments.shell == "fish":
         print("# drivetrain completion fish | source")
         for verb, (_, text) in VERBS.items():
@@ -126,13 +133,7 @@ def completion(arguments: argparse.Namespace) -> int:
             for flag in options[verb]:
                 kind, name = ("-l", flag[2:]) if flag.startswith("--") else ("-s", flag[1:])
                 print(f"complete -c drivetrain -n '__fish_seen_subcommand_from {verb}' {kind} {name}")
-        return 0
+        return
     cases = "\n".join(f'        {verb}) options="{" ".join(flags)}" ;;' for verb, flags in options.items())
     script = BASH.format(verbs=" ".join(VERBS), cases=cases)
     print(ZSH + script.partition("\n")[2] if arguments.shell == "zsh" else script, end="")
-    return 0
-
-
-def _options(verb: str) -> list[str]:
-    loaded = importlib.import_module(f"drivetrain.experiment.cli.{VERBS[verb][0]}")
-    return [name for entry in loaded.ARGUMENTS[verb] for name in entry.names if name.startswith("-")]

@@ -8,9 +8,5 @@ from drivetrain.core.lazy import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
-    {
-        ".page": ["write_report", "make_page"],
-        ".gather": ["RunData", "gather_run"],
-        ".live": ["Board", "serve"],
-    },
+    {".page": ["write_report", "make_page"], ".gather": ["RunData", "gather_run"], ".live": ["Board", "serve"]},
 )

@@ -8,11 +8,12 @@ import math
 import sys
 from array import array
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
-from drivetrain.experiment.summaries import MetricsSummary, TagSummary
+from drivetrain.experiment.summaries import MetricsSummary, TagSummary, finite_only
 
 MOST_POINTS = 2000
 """Points of one curve; up to so many values it is exact."""
@@ -58,16 +59,15 @@ class Stretch(NamedTuple):
 
 def stretch_of(steps: Sequence[int], values: Sequence[float]) -> Stretch:
     """Return what is kept of consecutive values, at least one."""
-    total, bad = sum(values), None
-    if not math.isfinite(total):
-        bad = next((step for step, value in zip(steps, values) if not math.isfinite(value)), None)
-        kept = [(step, value) for step, value in zip(steps, values) if math.isfinite(value)]
-        if not kept:
+    finite_steps, finite = finite_only(steps, values)
+    bad = None
+    if len(finite) < len(values):
+        bad = next(step for step, value in zip(steps, values) if not math.isfinite(value))
+        if not finite:
             return Stretch(math.inf, steps[0], -math.inf, steps[0], 0.0, 0, bad)
-        steps, values = [step for step, _ in kept], [value for _, value in kept]
-        total = sum(values)
-    low, high = min(values), max(values)
-    return Stretch(low, steps[values.index(low)], high, steps[values.index(high)], total, len(values), bad)
+    low, high = min(finite), max(finite)
+    low_step, high_step = finite_steps[finite.index(low)], finite_steps[finite.index(high)]
+    return Stretch(low, low_step, high, high_step, sum(finite), len(finite), bad)
 
 
 class Curve(TagSummary):
@@ -103,13 +103,10 @@ class Curve(TagSummary):
                 self.stretches.append(stretch)
             self._missing, place = left, end
             if len(self.stretches) * (1 if self.size == 1 else 2) > MOST_POINTS:
-                self._halve()
-
-    def _halve(self) -> None:
-        while len(self.stretches) * 2 > MOST_POINTS:
-            if len(self.stretches) % 2:  # the last one gets no partner yet
-                self._missing += self.size
-            self.stretches, self.size = halved(self.stretches), self.size * 2
+                while len(self.stretches) * 2 > MOST_POINTS:
+                    if len(self.stretches) % 2:  # the last one gets no partner yet
+                        self._missing += self.size
+                    self.stretches, self.size = halved(self.stretches), self.size * 2
 
     def as_data(self, most: int = MOST_POINTS) -> dict[str, Any]:
         """Return the curve for the page: base64 of `x` and `y`, of the means of each pair of points (`m`) if values are left out."""
@@ -122,11 +119,12 @@ class Curve(TagSummary):
         if size == 1:
             points = [(stretch.low_step, stretch.low) for stretch in full]
         else:
-            points = [point for stretch in full for point in _two_points(stretch)]
+            pairs = [((stretch.low_step, stretch.low), (stretch.high_step, stretch.high)) for stretch in full]
+            points = [point for pair in pairs for point in sorted(pair, key=itemgetter(0))]
             if self.is_ordered:
                 found["m"] = encode([stretch.mean for stretch in full])
         if not self.is_ordered:
-            points.sort(key=lambda point: point[0])
+            points.sort(key=itemgetter(0))
         found |= {"x": encode([step for step, _ in points]), "y": encode([value for _, value in points])}
         if gaps:
             found["gaps"] = sorted(gaps)
@@ -137,11 +135,6 @@ def halved(stretches: Sequence[Stretch]) -> list[Stretch]:
     """Return stretches of twice the size."""
     pairs = [one.joined(two) for one, two in zip(stretches[::2], stretches[1::2])]
     return pairs + list(stretches[-1:]) if len(stretches) % 2 else pairs
-
-
-def _two_points(stretch: Stretch) -> Iterator[tuple[int, float]]:
-    low, high = (stretch.low_step, stretch.low), (stretch.high_step, stretch.high)
-    yield from (low, high) if low[0] <= high[0] else (high, low)
 
 
 def encode(values: Sequence[float]) -> str:
@@ -174,20 +167,14 @@ class MetricsCurves(MetricsSummary):
     """What was recorded as summary of the run."""
     clock: "Thinned" = field(default_factory=lambda: Thinned(MOST_KNOTS))
     """Pairs of step and time."""
+    kind = Curve
 
     @property
     def curves(self) -> dict[str, Curve]:
         """The curve of each metric."""
         return {tag: curve for tag, curve in self.tags.items() if isinstance(curve, Curve)}
 
-    def metric(self, tag: str) -> TagSummary:
-        """Return the curve of a metric."""
-        if tag not in self.tags:
-            self.tags[tag] = Curve()
-        return self.tags[tag]
-
     def add_row(self, row: Mapping[str, Any]) -> None:
-        """Take one row of any kind."""
         super().add_row(row)
         kind, tag, value, time = row["kind"], row["tag"], row["value"], row.get("time")
         if kind == "text":
@@ -203,11 +190,10 @@ class MetricsCurves(MetricsSummary):
             self.clock.extend([(row["step"], time)])
 
     def add_scalars(self, found: Sequence[tuple[bytes, bytes, bytes, bytes]]) -> bool:
-        """Take rows that the pattern of a scalar matched."""
-        if not super().add_scalars(found):
-            return False
-        self.clock.extend(found)
-        return True
+        is_taken = super().add_scalars(found)
+        if is_taken:
+            self.clock.extend(found)
+        return is_taken
 
     @property
     def knots(self) -> list[tuple[int, float]]:

@@ -18,11 +18,11 @@ from drivetrain.experiment.parameters import standard_parameters
 from drivetrain.experiment.records import read_remarks, short_id
 from drivetrain.experiment.reports.curves import MOST_HISTOGRAMS, MOST_POINTS, Curve, Thinned, encode
 from drivetrain.experiment.reports.gather import (
-    ENVIRONMENT,
     PICTURE_TYPES,
     PictureFile,
     RunData,
     common_objective,
+    environment_of,
     main_metric,
     telling_settings,
 )
@@ -116,7 +116,7 @@ def run_as_data(run: RunData, blobs: Blobs, limits: Limits) -> dict[str, Any]:
             ]
             for tag, own in list(run.recorded.tags.items())[: limits.curves]
         },
-        "results": _results(run),
+        "results": {name: [plain(value), direction_of(name, run.directions)] for name, value in record.numbers.items()},
         "summary": plain(run.recorded.results),
         "curves": {tag: run.curves[tag].as_data(limits.points) for tag in shown},
         "clock": _clock(run.recorded.knots),
@@ -136,7 +136,7 @@ def run_as_data(run: RunData, blobs: Blobs, limits: Limits) -> dict[str, Any]:
             for line in run.checkpoints
         ],
         "environment": {
-            name: plain(value) for name, read in ENVIRONMENT if (value := read(manifest)) not in (None, "")
+            name: plain(value) for name, value in environment_of(manifest).items() if value not in (None, "")
         },
         "packages": blobs.keep(json.dumps(plain(manifest.get("packages") or {}))),
         "plan": blobs.keep(plan if isinstance(plan, str) else json.dumps(plan, indent=2, ensure_ascii=False))
@@ -183,17 +183,6 @@ def _parameters(run: RunData) -> dict[str, list[Any]]:
     return {name: [plain(record.settings[name]), record.origins.get(name, "")] for name in ordered}
 
 
-def _results(run: RunData) -> dict[str, list[Any]]:
-    """Return the numbers that the experiment returned, each with its direction."""
-    result = run.record.result
-    entries = result.items() if isinstance(result, Mapping) else [("result", result)]
-    return {
-        str(name): [plain(value), direction_of(str(name), run.directions)]
-        for name, value in entries
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
-
-
 def _clock(knots: Sequence[tuple[int, float]]) -> dict[str, str] | None:
     """Return steps and the seconds since the first recorded value."""
     if not knots:
@@ -204,21 +193,16 @@ def _clock(knots: Sequence[tuple[int, float]]) -> dict[str, str] | None:
 
 def _epochs(curves: Mapping[str, Curve]) -> dict[str, str] | None:
     """Return steps and epochs: from a metric `epoch`, else from the steps at which means of epochs were recorded."""
-    if "epoch" in curves and curves["epoch"].is_ordered:
-        points = [(stretch.low_step, stretch.low) for stretch in curves["epoch"].stretches if stretch.num_finite]
-    else:
-        means = [
-            curve
-            for tag, curve in curves.items()
-            if tag.startswith("train") and tag.endswith("_epoch") and curve.is_ordered
-        ]
-        if not means:
-            return None
+    ordered = {tag: curve for tag, curve in curves.items() if curve.is_ordered}
+    means = [curve for tag, curve in ordered.items() if tag.startswith("train") and tag.endswith("_epoch")]
+    if "epoch" in ordered:
+        points = [(stretch.low_step, stretch.low) for stretch in ordered["epoch"].stretches if stretch.num_finite]
+    elif means:
         curve = max(means, key=lambda curve: curve.count)
-        points = [
-            (0, 0.0),
-            *((part.low_step, float(1 + place * curve.size)) for place, part in enumerate(curve.stretches)),
-        ]
+        points = [(part.low_step, float(1 + place * curve.size)) for place, part in enumerate(curve.stretches)]
+        points.insert(0, (0, 0.0))
+    else:
+        return None
     return {"x": encode([step for step, _ in points]), "y": encode([epoch for _, epoch in points])}
 
 

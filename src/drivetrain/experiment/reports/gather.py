@@ -5,7 +5,8 @@ Nothing here fails because a run did: a file that is missing or damaged becomes 
 
 import datetime
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,45 +14,44 @@ from typing import Any
 from drivetrain.core.display import shown_seconds
 from drivetrain.core.errors import CheckpointError, StateError
 from drivetrain.core.files import is_real_folder, is_regular, read_end
-from drivetrain.experiment.directions import direction_of
+from drivetrain.core.types import Settings
+from drivetrain.experiment.directions import direction_of, first_declared
 from drivetrain.experiment.parameters import BOOKKEEPING
 from drivetrain.experiment.records import RunRecord, read_run
 from drivetrain.experiment.reports.curves import Curve, MetricsCurves
-from drivetrain.experiment.summaries import TagSummary, read_added
+from drivetrain.experiment.summaries import read_added
 
 Point = tuple[float, float]
 """A step and a value."""
 
 PICTURE_FOLDERS = ("images", "figures")
-PICTURE_TYPES = {
-    ".png": "image/png",
-    ".jpg": "image/jpeg",
-    ".jpeg": "image/jpeg",
-    ".gif": "image/gif",
-    ".webp": "image/webp",
-}
+PICTURE_TYPES = {f".{kind}": f"image/{kind}" for kind in ("png", "jpeg", "gif", "webp")} | {".jpg": "image/jpeg"}
 SEED = "random_seed"
 LOG_LINES = 40
 LOG_TAIL = 64 * 1024
 """Bytes from the end of a log in which its last lines are looked for."""
-ENVIRONMENT: tuple[tuple[str, Callable[[dict[str, Any]], Any]], ...] = (
-    ("host", lambda manifest: (manifest.get("host") or {}).get("name")),
-    ("system", lambda manifest: (manifest.get("host") or {}).get("system")),
-    ("processor", lambda manifest: (manifest.get("host") or {}).get("processor")),
-    ("CPUs", lambda manifest: (manifest.get("host") or {}).get("cpus")),
-    ("devices", lambda manifest: ", ".join(map(str, manifest.get("devices") or []))),
-    ("processes", lambda manifest: manifest.get("processes")),
-    ("launcher", lambda manifest: manifest.get("launcher")),
-    ("Python", lambda manifest: (manifest.get("host") or {}).get("python")),
-    ("torch", lambda manifest: (manifest.get("packages") or {}).get("torch")),
-    ("drivetrain", lambda manifest: (manifest.get("packages") or {}).get("drivetrain")),
-    ("seed", lambda manifest: manifest.get("seed")),
-    ("commit", lambda manifest: (manifest.get("git") or {}).get("commit")),
-    ("branch", lambda manifest: (manifest.get("git") or {}).get("branch")),
-    ("source", lambda manifest: manifest.get("source")),
-    ("command", lambda manifest: " ".join(map(str, manifest.get("argv") or []))),
-)
-"""The rows of the environment table, and where they are in a manifest."""
+
+
+def environment_of(manifest: Mapping[str, Any]) -> Settings:
+    """Return the rows of the environment table."""
+    host, packages, git = (manifest.get(part) or {} for part in ("host", "packages", "git"))
+    return {
+        "host": host.get("name"),
+        "system": host.get("system"),
+        "processor": host.get("processor"),
+        "CPUs": host.get("cpus"),
+        "devices": ", ".join(map(str, manifest.get("devices") or [])),
+        "processes": manifest.get("processes"),
+        "launcher": manifest.get("launcher"),
+        "Python": host.get("python"),
+        "torch": packages.get("torch"),
+        "drivetrain": packages.get("drivetrain"),
+        "seed": manifest.get("seed"),
+        "commit": git.get("commit"),
+        "branch": git.get("branch"),
+        "source": manifest.get("source"),
+        "command": " ".join(map(str, manifest.get("argv") or [])),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,18 +78,6 @@ class CheckpointLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetricSummary:
-    """The last and the best value of one metric."""
-
-    tag: str
-    last: float
-    best: float | None
-    """None where the direction is unknown."""
-    best_step: float | None
-    count: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunData:
     """Everything a report or a table shows about one run."""
 
@@ -113,9 +101,13 @@ class RunData:
         """The curve of each metric."""
         return self.recorded.curves
 
-    def metrics(self) -> list[MetricSummary]:
-        """Return last and best value of every metric."""
-        return [summarize(tag, curve, self.directions) for tag, curve in self.recorded.tags.items()]
+    def metrics(self) -> dict[str, Settings]:
+        """Return last and best value of every metric; the best is None where the direction is unknown."""
+        found = {}
+        for tag, own in self.recorded.tags.items():
+            best, best_step = own.best(tag, self.directions)
+            found[tag] = {"last": own.last, "best": best, "best_step": best_step, "count": own.count}
+        return found
 
 
 def gather_run(
@@ -137,16 +129,13 @@ def gather_run(
         recorded = MetricsCurves()
     except (OSError, StateError) as error:  # what comes before a damaged row is kept
         notes.append(f"the metrics cannot be read: {error}")
-    by_name: dict[str, str] = {}
-    for source in (directions or {}, recorded.directions, record.directions):  # the first that names a metric counts
-        by_name |= {name: good for name, good in source.items() if name not in by_name}
     return RunData(
         record=record,
         recorded=recorded,
         pictures=tuple(find_pictures(record.folder)),
         checkpoints=tuple(read_checkpoints(record.checkpoints_path, verify)),
         log_tail=tail(record.log_path),
-        directions=by_name,
+        directions=first_declared(directions or {}, recorded.directions, record.directions),
         notes=tuple(notes),
     )
 
@@ -162,12 +151,6 @@ def read_series(path: Path) -> dict[str, tuple[Point, ...]]:
     except (OSError, StateError):
         return {}
     return {tag: tuple(points) for tag, points in series.items()}
-
-
-def summarize(tag: str, known: TagSummary, directions: Mapping[str, str] | None = None) -> MetricSummary:
-    """Return the last value of a metric, and the best one where its direction is declared or its name gives it."""
-    best, best_step = known.best(tag, directions)
-    return MetricSummary(tag=tag, last=known.last, best=best, best_step=best_step, count=known.count)
 
 
 def main_metric(series: Iterable[str]) -> str | None:
@@ -190,29 +173,36 @@ def common_objective(of_sweeps: Iterable[str | None]) -> str | None:
 
 def find_pictures(folder: Path) -> list[PictureFile]:
     """Return the pictures of a run, tag by tag, the newest of each first."""
+    from urllib.parse import unquote
+
     found = []
     for kind in PICTURE_FOLDERS:
         for path in sorted((folder / kind).rglob("*")) if is_real_folder(folder / kind) else ():
             if path.suffix.lower() in PICTURE_TYPES and is_regular(path):
                 relative = path.relative_to(folder / kind)
                 step = relative.stem.partition("-")[0]
-                tag = relative.parent.as_posix() if len(relative.parts) > 1 else relative.stem
-                found.append(PictureFile(path=path, tag=_tag(tag), step=int(step) if step.isdecimal() else None))
+                name = relative.parent.as_posix() if len(relative.parts) > 1 else relative.stem
+                tag = unquote(name.replace(".", "/"))  # the recorder made the name from it
+                found.append(PictureFile(path=path, tag=tag, step=int(step) if step.isdecimal() else None))
     return sorted(found, key=lambda picture: (picture.tag, -(picture.step or 0), picture.path.name))
-
-
-def _tag(name: str) -> str:
-    """Return a tag from the file name the recorder made of it."""
-    from urllib.parse import unquote
-
-    return unquote(name.replace(".", "/"))
 
 
 def read_checkpoints(directory: Path, verify: str = "size") -> list[CheckpointLine]:
     """Return the checkpoints of a run in order of sequence, damaged ones last with the reason."""
-    from drivetrain.checkpoint.layout import BEST, LAST, checkpoint_folders, read_manifest
+    from drivetrain.checkpoint.layout import (
+        BEST,
+        LAST,
+        check_verify,
+        checkpoint_folders,
+        problem_with,
+        read_manifest,
+        read_pointer,
+    )
 
-    pointers = {pointer: _pointer(directory, pointer) for pointer in (LAST, BEST)}
+    pointers: dict[str, Path | None] = {}
+    for pointer in (LAST, BEST):
+        with suppress(CheckpointError):  # reported where checkpoints are verified
+            pointers[pointer] = read_pointer(directory, pointer)
     good: list[tuple[int, CheckpointLine]] = []
     bad: list[CheckpointLine] = []
     for folder in checkpoint_folders(directory):
@@ -226,29 +216,12 @@ def read_checkpoints(directory: Path, verify: str = "size") -> list[CheckpointLi
             progress=dict(manifest.progress),
             metrics=dict(manifest.metrics),
             size=manifest.size,
-            problem=_problem(folder, verify),
-            is_last=folder == pointers[LAST],
-            is_best=folder == pointers[BEST],
+            problem=None if verify == "off" else problem_with(folder, check_verify(verify)),
+            is_last=folder == pointers.get(LAST),
+            is_best=folder == pointers.get(BEST),
         )
         good.append((manifest.sequence, line))
     return [line for _, line in sorted(good, key=lambda entry: entry[0])] + bad
-
-
-def _problem(folder: Path, verify: str) -> str | None:
-    if verify == "off":
-        return None
-    from drivetrain.checkpoint.layout import check_verify, problem_with
-
-    return problem_with(folder, check_verify(verify))
-
-
-def _pointer(directory: Path, pointer: str) -> Path | None:
-    from drivetrain.checkpoint.layout import read_pointer
-
-    try:
-        return read_pointer(directory, pointer)
-    except CheckpointError:  # reported where checkpoints are verified
-        return None
 
 
 def tail(path: Path, lines: int = LOG_LINES) -> str:
@@ -268,16 +241,15 @@ def differs(values: Sequence[object]) -> bool:
 def telling_settings(record: RunRecord) -> dict[str, Any]:
     """Return the parameters that can make a difference: not where and how the run happens, and a seed only if it was given."""
     own = {name: value for name, value in record.settings.items() if name not in BOOKKEEPING}
-    if not record.is_own_seed:
+    if record.origins.get(SEED, "default") in ("default", "sweep"):
         own.pop(SEED, None)
     return own
 
 
-def varying_settings(records: Sequence[RunRecord]) -> dict[str, list[Any]]:
-    """Return the parameters that differ between runs, with one value per run."""
-    settings = [telling_settings(record) for record in records]
-    names = dict.fromkeys(name for own in settings for name in own)
-    columns = {name: [own.get(name) for own in settings] for name in names}
+def differing(mappings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the entries that differ between mappings, with one value for each of them."""
+    names = dict.fromkeys(name for own in mappings for name in own)
+    columns = {name: [own.get(name) for own in mappings] for name in names}
     return {name: values for name, values in columns.items() if differs(values)}
 
 

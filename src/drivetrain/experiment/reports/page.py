@@ -72,9 +72,8 @@ def render_page(data: Mapping[str, Any], *, is_live: bool = False) -> str:
         "script": _script(),
         "data": as_json({**data, "live": is_live}),
     }
-    return re.sub(
-        r"{{(\w+)}}", lambda found: parts[found[1]], _asset("report.html")
-    )  # one pass: texts of runs stay as they are
+    # One pass, so that texts of runs stay as they are.
+    return re.sub(r"{{(\w+)}}", lambda found: parts[found[1]], _asset("report.html"))
 
 
 def as_json(data: object) -> str:

@@ -6,7 +6,6 @@ submitit's local executor tries the same out on one machine. A Ray that is start
 """
 
 import logging
-import math
 import os
 import signal
 import threading
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from drivetrain.core.arguments import check_count, check_number
 from drivetrain.core.errors import ConfigError, MissingExtra, unknown_name
 from drivetrain.core.files import read_limited, replace_bytes
 from drivetrain.core.types import Settings
@@ -46,53 +46,38 @@ class SubmititConfig:
 
     num_processes: int = 8
     """Number of trials that are queued or running at once."""
-
     cluster: Literal["slurm", "local"] = "slurm"
     """`local` runs the jobs on this machine, for testing. For real work on one machine use the pool."""
-
     folder: str | Path | None = None
     """Where submitit writes scripts and output, on a disk that all nodes see. None: `submitit` in the sweep's folder."""
-
     timeout_minutes: int = 60
     """Time limit of one job; a trial may need several."""
-
     warning_seconds: int = 90
     """How long before its time limit a job gets a signal, so that the trial can save."""
-
     requeues: int = 3
     """How many times to resubmit a trial that was stopped after saving a checkpoint. These do not count as failures."""
-
     gpus_per_trial: int | None = None
     """GPUs for each job (SLURM's gres); None requests none."""
-
     cpus_per_trial: int | None = None
     """CPUs for each job; None: the cluster's default."""
-
     memory_gigabytes: float | None = None
     """Memory for each job; None: the cluster's default."""
-
     partition: str | None = None
     """SLURM's partition; None: the cluster's default."""
-
     slurm: Mapping[str, object] = field(default_factory=dict)
     """Further settings of submitit's SLURM executor by name: account, qos, gres, constraint, setup and so on."""
 
     def __post_init__(self) -> None:
         if self.cluster not in CLUSTERS:
             raise ConfigError(unknown_name("cluster", self.cluster, CLUSTERS, where="SubmititConfig"))
-        least = {"num_processes": 1, "timeout_minutes": 1, "warning_seconds": 0, "requeues": 0}
-        optional = {"gpus_per_trial": 1, "cpus_per_trial": 1}
-        for name, low in {**least, **optional}.items():
-            value = getattr(self, name)
-            if (value is None and name in optional) or (type(value) is int and value >= low):
-                continue
-            raise ConfigError(f"SubmititConfig.{name}: {value!r} is not a whole number of at least {low}.")
-        if self.cluster == "local":
-            self._check_local()
-
-    def _check_local(self) -> None:
+        for name in ("num_processes", "timeout_minutes", "warning_seconds", "requeues"):
+            least = 1 if name in ("num_processes", "timeout_minutes") else 0
+            check_count(name, getattr(self, name), at_least=least, owner="SubmititConfig")
+        for name in ("gpus_per_trial", "cpus_per_trial"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), owner="SubmititConfig")
         for name in ("gpus_per_trial", "cpus_per_trial", "memory_gigabytes", "partition", "slurm"):
-            if getattr(self, name):
+            if self.cluster == "local" and getattr(self, name):
                 raise ConfigError(
                     f"SubmititConfig.{name}: {getattr(self, name)!r} has no effect with cluster='local'. Remove it, "
                     "use cluster='slurm', or executor='pool' for GPUs of this machine."
@@ -224,34 +209,24 @@ class RayConfig:
 
     num_processes: int | None = None
     """Number of parallel trials; None: as many as the nodes can run when the sweep starts."""
-
     address: str | None = None
     """A cluster to join. None: the one this process has joined, `RAY_ADDRESS`, or a Ray that is started here."""
-
     num_cpus: int | None = None
     """CPUs of a Ray that is started here; None: all."""
-
     cpus_per_trial: float = 1
     """CPUs that Ray reserves for each trial."""
-
     gpus_per_trial: int | None = None
     """GPUs reserved for each trial; None requests none."""
-
     resources: Mapping[str, float] = field(default_factory=dict)
     """Further resources of a trial, by the names that the nodes were started with."""
-
     runtime_env: Mapping[str, object] = field(default_factory=dict)
     """Ray's runtime environment of the trials: environment variables, packages, a folder to send."""
 
     def __post_init__(self) -> None:
         for name in ("num_processes", "num_cpus", "gpus_per_trial"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(
-                    f"RayConfig.{name}: {value!r} is not a whole number of at least 1. Give one, or None."
-                )
-        if type(self.cpus_per_trial) not in (int, float) or not 0 <= self.cpus_per_trial < math.inf:
-            raise ConfigError(f"RayConfig.cpus_per_trial: {self.cpus_per_trial!r} is not a number of at least 0.")
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), owner="RayConfig", hint=", or None")
+        check_number("cpus_per_trial", self.cpus_per_trial, at_least=0, owner="RayConfig")
         if self.address is not None and self.num_cpus is not None:
             raise ConfigError(
                 f"RayConfig.num_cpus: {self.num_cpus} is for a Ray that is started here, but address={self.address!r} names "
@@ -287,19 +262,16 @@ class RayExecutor(Executor):
         self._reference = reference_from_afar(work.experiment)
         self._join()
         self.slots = self._count_slots()
-        options: Settings = {
-            "num_cpus": self.config.cpus_per_trial,
-            "num_gpus": self.config.gpus_per_trial or 0,
-            "max_retries": 0,  # the sweep retries, and writes it down
-            "max_calls": 1,  # no trial inherits a worker's memory or CUDA state
-        }
-        if self.config.resources:
-            options["resources"] = dict(self.config.resources)
-        if self.config.runtime_env:
-            options["runtime_env"] = dict(self.config.runtime_env)
-        self._remote = self._ray.remote(**options)(_run)
-        several = len(self._nodes()) > 1
-        self._watch = JobWatch(work, patience=SHARED_DISK_SECONDS if several else 0.0)
+        options: Settings = {"resources": dict(self.config.resources), "runtime_env": dict(self.config.runtime_env)}
+        remote = self._ray.remote(
+            num_cpus=self.config.cpus_per_trial,
+            num_gpus=self.config.gpus_per_trial or 0,
+            max_retries=0,  # the sweep retries, and writes it down
+            max_calls=1,  # no trial inherits a worker's memory or CUDA state
+            **{name: value for name, value in options.items() if value},
+        )
+        self._remote = remote(_run)
+        self._watch = JobWatch(work, patience=SHARED_DISK_SECONDS if len(self._nodes()) > 1 else 0.0)
 
     def submit(self, trial: Trial) -> "Future[TrialOutcome]":
         """Submit a trial to Ray."""
@@ -322,7 +294,10 @@ class RayExecutor(Executor):
                 _, tasks = self._ray.wait(tasks, num_returns=len(tasks), timeout=END_SECONDS)
         self._tasks.clear()
         if self._joined_here:
-            self._leave()
+            self._ray.shutdown()
+            self._joined_here = False
+            if threading.current_thread() is threading.main_thread() and self._handler is not None:
+                signal.signal(signal.SIGTERM, self._handler)
 
     def _ended(self, trial: Trial) -> str | None:
         """Return how the task of a trial ended; None while it runs."""
@@ -349,12 +324,6 @@ class RayExecutor(Executor):
         self._handler = signal.getsignal(signal.SIGTERM)  # Ray takes SIGTERM for itself, and does not give it back
         self._joined_here = True
         self._ray.init(**options)
-
-    def _leave(self) -> None:
-        self._ray.shutdown()
-        self._joined_here = False
-        if threading.current_thread() is threading.main_thread() and self._handler is not None:
-            signal.signal(signal.SIGTERM, self._handler)
 
     def _nodes(self) -> list[dict[str, float]]:
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.time import Time, TimeUnit
 from drivetrain.core.types import Settings
-from drivetrain.experiment.records import read_run
+from drivetrain.experiment.run_folder import STATUS, read_json
 from drivetrain.experiment.running import run_experiment
 from drivetrain.experiment.sweeps.trial import (
     FAILED,
@@ -54,10 +54,6 @@ class TrialWork:
     def for_process(self) -> "TrialWork":
         """Return what travels to another process, which loads the experiment itself and reports over a channel."""
         return replace(self, experiment=None, should_prune=never_prune)  # type: ignore[arg-type]
-
-    def reporting_to(self, pruner: Pruner) -> "TrialWork":
-        """Return the same with another receiver of reports, which decides whether to stop a trial."""
-        return replace(self, should_prune=pruner)
 
     def call(self, trial: Trial, experiment: "Experiment | None" = None) -> Any:
         """Run a trial in this process, in its folder, and return what the experiment returns."""
@@ -129,18 +125,9 @@ def visible_gpus() -> list[str]:
     return [str(index) for index in range(torch.cuda.device_count())]
 
 
-def outcome_of(folder: Path | None, exit_code: int | None) -> TrialOutcome:
-    """Return how a trial's process ended, by what it wrote into its run folder."""
-    status: Settings = {}
-    if folder is not None and (folder / "status.json").is_file():
-        status = read_run(folder).status
-    if exit_code == 0 and status.get("state") == FINISHED:
+def outcome_of(folder: Path | None, how: str, *, is_good: bool = True) -> TrialOutcome:
+    """Return the outcome of a trial whose process has ended, by what it wrote into its run folder, else `how` it ended."""
+    status = {} if folder is None else read_json(folder / STATUS)
+    if is_good and status.get("state") == FINISHED:
         return TrialOutcome(PRUNED if status.get("pruned") else FINISHED, status.get("result"))
-    if exit_code is not None and exit_code < 0:
-        try:
-            how = f"killed by {signal.Signals(-exit_code).name}"
-        except ValueError:
-            how = f"killed by signal {-exit_code}"
-    else:
-        how = f"the process ended with exit code {exit_code}"
     return TrialOutcome(FAILED, error=str(status.get("error") or how))

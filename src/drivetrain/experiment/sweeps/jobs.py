@@ -21,7 +21,7 @@ from drivetrain.core.types import Settings
 from drivetrain.experiment.processes import ExperimentReference, leave_launched_world, reference_to
 from drivetrain.experiment.run_folder import STATUS, read_json
 from drivetrain.experiment.sweeps.executors import TrialWork, outcome_of, timed_out
-from drivetrain.experiment.sweeps.trial import FAILED, FINISHED, Trial, TrialOutcome, TrialPruned, reporting_to
+from drivetrain.experiment.sweeps.trial import Trial, TrialOutcome, TrialPruned, reporting_to
 
 if TYPE_CHECKING:
     from drivetrain.experiment.experiments import Experiment
@@ -75,19 +75,14 @@ class Mailbox:
         except FileNotFoundError:
             return [], position
         whole = text[: text.rfind(b"\n") + 1]
-        return [letter for line in whole.splitlines() if (letter := _letter(line))], position + len(whole)
-
-
-def _letter(line: bytes) -> Settings:
-    """Return one line of a mailbox; one that no trial of ours has written is empty."""
-    try:
-        letter = load_json(line)
-    except ValueError:
-        return {}
-    if not isinstance(letter, dict):
-        return {}
-    is_report = type(letter.get("value")) in (int, float) and type(letter.get("step")) is int
-    return letter if is_report or "began" in letter else {}
+        letters = []
+        for line in whole.splitlines():
+            with suppress(ValueError):
+                letter = load_json(line)
+                if isinstance(letter, dict):
+                    is_report = type(letter.get("value")) in (int, float) and type(letter.get("step")) is int
+                    letters += [letter] if is_report or "began" in letter else []  # else no trial of ours wrote it
+        return letters, position + len(whole)
 
 
 def job_note(trial: Trial, kind: str) -> Path:
@@ -129,9 +124,8 @@ def make_job(
     """Return a trial as a job, with an empty mailbox."""
     mailbox = Mailbox.of(trial)
     mailbox.clear()
-    share = work.for_process()
     search_path = tuple(os.path.abspath(entry) for entry in sys.path)
-    return TrialJob(reference, share, trial, mailbox, search_path, dict(environment or {}))
+    return TrialJob(reference, work.for_process(), trial, mailbox, search_path, dict(environment or {}))
 
 
 def reference_from_afar(experiment: "Experiment") -> ExperimentReference:
@@ -212,25 +206,19 @@ class JobWatch:
         trial = followed.trial
         how = followed.ended()  # before the mailbox is read, so that no last report is missed
         self._answer(followed)
+        now, limit = time.monotonic(), self._work.timeout
         if how is None:
             followed.over = None
-            limit = self._work.timeout
-            if limit is not None and followed.began is not None and time.monotonic() - followed.began > limit:
-                followed.cancel()
-                outcome = timed_out(limit)
-                outcome.seconds = time.monotonic() - followed.began
-                return outcome
-            return None
-        now = time.monotonic()
+            if limit is None or followed.began is None or now - followed.began <= limit:
+                return None
+            followed.cancel()
+            outcome = timed_out(limit)
+            outcome.seconds = now - followed.began
+            return outcome
         followed.over = followed.over or now
-        state = state_of(trial)
-        if state in (None, "running") and now - followed.over < self._patience:
+        if state_of(trial) in (None, "running") and now - followed.over < self._patience:
             return None
-        if state == FINISHED:
-            outcome = outcome_of(trial.run_dir, 0)
-        else:
-            assert trial.run_dir is not None
-            outcome = TrialOutcome(FAILED, error=str(read_json(trial.run_dir / STATUS).get("error") or how))
+        outcome = outcome_of(trial.run_dir, how)
         outcome.seconds = followed.over - (followed.began or followed.over)
         return outcome
 

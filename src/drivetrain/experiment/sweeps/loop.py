@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from drivetrain.core.errors import ParameterError
 from drivetrain.core.files import is_regular, load_json, read_limited
 from drivetrain.core.locking import is_locked
 from drivetrain.core.secret import hide, masked
-from drivetrain.experiment.run_folder import METRICS, plain
+from drivetrain.experiment.run_folder import METRICS, is_number, plain
 from drivetrain.experiment.sweeps.executors import Executor, TrialWork
 from drivetrain.experiment.sweeps.result import Goal, SweepResult
 from drivetrain.experiment.sweeps.samplers import Sampler
@@ -45,7 +46,7 @@ class SweepLoop:
         retries: int = 0,
         on_change: OnChange | None = None,
     ):
-        self.work = work.reporting_to(self._report)
+        self.work = replace(work, should_prune=self._report)
         self.sampler, self.executor, self.goal, self.folder = sampler, executor, goal, folder
         self.trials = {trial.index: trial for trial in trials}
         self.retries, self.on_change = retries, on_change
@@ -63,7 +64,12 @@ class SweepLoop:
             if begin is not None:
                 begin(self.folder.name)
             self.executor.start(self.work)
-            self._take_up()
+            for trial in self.trials.values():  # of an earlier part of the sweep: what was begun runs first
+                self.sampler.replay(trial)
+                if trial.status in (ASKED, RUNNING) or (trial.status == FAILED and trial.attempts <= self.retries):
+                    trial.status = ASKED
+                    self.waiting.append(trial)
+                    _wait_for_orphan(trial)
             while self._fill() or self.running:
                 done, _ = wait(self.running, return_when=FIRST_COMPLETED)
                 for future in done:
@@ -72,15 +78,6 @@ class SweepLoop:
             self.executor.close()
             self.journal.close()
         return self._result()
-
-    def _take_up(self) -> None:
-        """Go on where an earlier part of the sweep stopped: skip what is over, first run what was begun."""
-        for trial in self.trials.values():
-            self.sampler.replay(trial)
-            if trial.status in (ASKED, RUNNING) or (trial.status == FAILED and trial.attempts <= self.retries):
-                trial.status = ASKED
-                self.waiting.append(trial)
-                _wait_for_orphan(trial)
 
     def _fill(self) -> bool:
         """Start trials while there are free slots; False when none was left to start and none runs."""
@@ -91,14 +88,11 @@ class SweepLoop:
             if trial.index not in self.trials:
                 self.trials[trial.index] = trial
                 self.journal.write(ASKED, index=trial.index, params=without_secrets(self.work.experiment, trial.params))
-            self._begin(trial)
+            trial.begin(self.folder)
+            self.journal.write("started", index=trial.index, attempts=trial.attempts, run_dir=trial.run_dir)
+            self._changed()
+            self.running[self.executor.submit(trial)] = trial
         return bool(self.running)
-
-    def _begin(self, trial: Trial) -> None:
-        trial.begin(self.folder)
-        self.journal.write("started", index=trial.index, attempts=trial.attempts, run_dir=trial.run_dir)
-        self._changed()
-        self.running[self.executor.submit(trial)] = trial
 
     def _settle(self, trial: Trial, outcome: TrialOutcome) -> None:
         metrics: dict[str, float] = {}
@@ -108,7 +102,14 @@ class SweepLoop:
         trial.settle(outcome.status, self._without_secrets(trial, outcome.error), outcome.seconds, metrics)
         if outcome.status == FINISHED:
             trial.judge(self.goal.names, plain(outcome.result))
-            self._warn_without_value(trial)
+            if not self.goal.names and trial.value is None and trial.metrics and not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "trial %d has no value to compare trials by: it returned %s. Choose one with objective='...' "
+                    "(--objective on the command line), or return a number.",
+                    trial.index,
+                    ", ".join(trial.metrics),
+                )
         self.journal.settle(trial)
         if trial.status == FAILED and trial.attempts <= self.retries:
             logger.warning("trial %d failed and is retried: %s", trial.index, trial.error)
@@ -116,17 +117,6 @@ class SweepLoop:
         else:
             self.sampler.tell(trial)
         self._changed()
-
-    def _warn_without_value(self, trial: Trial) -> None:
-        """Warn once where trials return several numbers and none was chosen to compare them by."""
-        if not self.goal.names and trial.value is None and trial.metrics and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "trial %d has no value to compare trials by: it returned %s. Choose one with objective='...' "
-                "(--objective on the command line), or return a number.",
-                trial.index,
-                ", ".join(trial.metrics),
-            )
 
     def _without_secrets(self, trial: Trial, error: str | None) -> str | None:
         if error is None or not self.work.experiment.parameters.secrets:
@@ -143,13 +133,11 @@ class SweepLoop:
         return prune is not None and bool(prune(trial, value, step))
 
     def _result(self) -> SweepResult:
-        ordered = [self.trials[index] for index in sorted(self.trials)]
-        secrets = self.work.experiment.parameters.secrets
         return SweepResult(
-            ordered,
+            [self.trials[index] for index in sorted(self.trials)],
             goal=self.goal,
             folder=self.folder,
-            secrets=secrets,
+            secrets=self.work.experiment.parameters.secrets,
             total=getattr(self.sampler, "total", None),
             slots=self.executor.slots,
         )
@@ -174,9 +162,7 @@ def _wait_for_orphan(trial: Trial) -> None:
 
 def _numbers(result: object) -> dict[str, float]:
     found = plain(result) if isinstance(result, Mapping) else {}
-    return {
-        name: value for name, value in found.items() if isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    return {name: value for name, value in found.items() if is_number(value)}
 
 
 def _summary(metrics: Path) -> dict[str, float]:

@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, TextIO
 
+from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import ConfigError
 from drivetrain.experiment.processes import END_SECONDS, ExperimentReference, leave_launched_world, reference_to
 from drivetrain.experiment.sweeps.executors import VISIBLE, Executor, TrialWork, outcome_of, timed_out, visible_gpus
@@ -52,10 +53,7 @@ class PoolExecutor(Executor):
     ends_trials = True
 
     def __init__(self, num_processes: int = 1, gpus_per_trial: int | None = None, *, preload: Sequence[str] = ()):
-        if type(num_processes) is not int or num_processes < 1:
-            raise ConfigError(
-                f"num_processes: {num_processes!r} is not a number of processes. Give a whole number of at least 1."
-            )
+        check_count("num_processes", num_processes)
         if isinstance(preload, str) or not all(isinstance(name, str) for name in preload):
             raise ConfigError(f"preload: {preload!r} is not a list of module names, such as ['transformers'].")
         self.slots = num_processes
@@ -87,22 +85,16 @@ class PoolExecutor(Executor):
         outputs = {name: multiprocessing.Pipe(duplex=False) for name in ("stdout", "stderr")}
         with self._lock:
             gpus = [self._free.pop(0) for _ in range(self._gpus_per_trial or 0)]
-        share = TrialShare(
-            self._reference,
-            self.work.for_process(),
-            trial,
-            theirs,
-            outputs["stdout"][1],
-            outputs["stderr"][1],
-            ",".join(gpus) if gpus else None,
-        )
+        stdout, stderr = (ends[1] for ends in outputs.values())
+        visible = ",".join(gpus) or None
+        share = TrialShare(self._reference, self.work.for_process(), trial, theirs, stdout, stderr, visible)
         try:
             process = self._starter.start(share)
         except BaseException:
             self._give_back(gpus)
             raise
         finally:
-            for end in (theirs, outputs["stdout"][1], outputs["stderr"][1]):
+            for end in (theirs, stdout, stderr):
                 end.close()
         self._processes[trial.index] = process
         future: Future[TrialOutcome] = Future()
@@ -141,7 +133,7 @@ class PoolExecutor(Executor):
             if is_late:
                 end_group(process)
             process.join()
-            outcome = timed_out(self.work.timeout) if is_late else outcome_of(trial.run_dir, process.exitcode)
+            outcome = timed_out(self.work.timeout) if is_late else _outcome(trial, process.exitcode)
             outcome.seconds = time.monotonic() - began
             self._give_back(gpus)
             self._processes.pop(trial.index, None)
@@ -187,6 +179,14 @@ class PoolExecutor(Executor):
             self._free.extend(gpus)
 
 
+def _outcome(trial: Trial, exit_code: int | None) -> TrialOutcome:
+    how = f"the process ended with exit code {exit_code}"
+    if exit_code is not None and exit_code < 0:
+        names = {entry.value: entry.name for entry in signal.Signals}
+        how = f"killed by {names.get(-exit_code, f'signal {-exit_code}')}"
+    return outcome_of(trial.run_dir, how, is_good=exit_code == 0)
+
+
 class PrefixedLines:
     """Prints what one trial writes to stdout or stderr, a whole line at a time; of a progress bar its last state."""
 
@@ -203,11 +203,9 @@ class PrefixedLines:
     def finish(self, source: Connection) -> None:
         """Print what is left when the process has ended; others that it started may still hold the stream."""
         os.set_blocking(source.fileno(), False)
-        try:
+        with suppress(OSError):  # nothing there, or closed
             while self.take(source):
                 pass
-        except OSError:  # nothing there, or closed
-            pass
         self._print([self._rest] if self._rest else [])
 
     def _print(self, lines: Iterable[bytes]) -> None:

@@ -4,10 +4,10 @@ import csv
 import functools
 import io
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from drivetrain.core.display import printable, spreadsheet_cell
 from drivetrain.core.errors import ExperimentError, MissingExtra
@@ -64,12 +64,12 @@ class Goal:
         return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
 
 
-class SweepResult(Sequence[Trial]):
+class SweepResult(list[Trial]):
     """The trials of a sweep, in the order of the sampler."""
 
     def __init__(
         self,
-        trials: Sequence[Trial],
+        trials: Iterable[Trial],
         *,
         goal: Goal | None = None,
         folder: Path | None = None,
@@ -77,7 +77,8 @@ class SweepResult(Sequence[Trial]):
         total: int | None = None,
         slots: int = 1,
     ):
-        self._trials, self.goal, self.folder, self._secrets = list(trials), goal or Goal(), folder, secrets
+        super().__init__(trials)
+        self.goal, self.folder, self._secrets = goal or Goal(), folder, secrets
         self.total, self.slots = total, slots
         """Total number of trials (None if unknown), and how many run in parallel."""
 
@@ -85,19 +86,6 @@ class SweepResult(Sequence[Trial]):
     def direction(self) -> str | tuple[str, ...]:
         """`"min"` or `"max"`, one for each objective where there are several."""
         return self.goal.directions[0] if self.goal.is_single else self.goal.directions
-
-    @overload
-    def __getitem__(self, place: int) -> Trial: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Trial]: ...
-    def __getitem__(self, place: int | slice) -> Trial | list[Trial]:
-        return self._trials[place]
-
-    def __len__(self) -> int:
-        return len(self._trials)
-
-    def __iter__(self) -> Iterator[Trial]:
-        return iter(self._trials)
 
     def shown(self, trial: Trial) -> Settings:
         """Return the parameters of a trial in plain values, with secrets masked."""
@@ -110,17 +98,17 @@ class SweepResult(Sequence[Trial]):
         With several objectives: the front, then those that few others beat, each group by its first objective.
         """
         beaten = {} if self.goal.is_single else self._times_beaten
-        return sorted(
-            self._trials, key=lambda trial: (not trial.objectives, beaten.get(trial.index, 0), *self._place(trial))
-        )
+        sign = 1 if self.goal.directions[0] == "min" else -1
 
-    def _place(self, trial: Trial) -> tuple[float, int]:
-        first = trial.objectives[0] if trial.objectives else 0.0
-        return (first if self.goal.directions[0] == "min" else -first), trial.index
+        def place(trial: Trial) -> tuple[bool, int, float, int]:
+            first = sign * trial.objectives[0] if trial.objectives else 0.0
+            return not trial.objectives, beaten.get(trial.index, 0), first, trial.index
+
+        return sorted(self, key=place)
 
     @functools.cached_property
     def _times_beaten(self) -> dict[int, int]:
-        valued = [trial for trial in self._trials if trial.objectives]
+        valued = [trial for trial in self if trial.objectives]
         return {trial.index: sum(self.goal.beats(other, trial) for other in valued) for trial in valued}
 
     @property
@@ -152,8 +140,8 @@ class SweepResult(Sequence[Trial]):
 
         A trial is expected to take as long as the mean of those that ended and of those that run longer than that.
         """
-        done = [trial.seconds for trial in self._trials if trial.is_over]
-        running = [trial.elapsed for trial in self._trials if trial.status == RUNNING]
+        done = [trial.seconds for trial in self if trial.is_over]
+        running = [trial.elapsed for trial in self if trial.status == RUNNING]
         if self.total is None or not done:
             return None
         mean = sum(done) / len(done)
@@ -166,27 +154,26 @@ class SweepResult(Sequence[Trial]):
     @property
     def failed(self) -> list[Trial]:
         """The trials that failed or were ended at `trial_timeout`."""
-        return [trial for trial in self._trials if trial.status in (FAILED, TIMED_OUT)]
+        return [trial for trial in self if trial.status in (FAILED, TIMED_OUT)]
 
     def without_running(self) -> "SweepResult":
         """Return the result of a sweep that no process runs: trials that were running are interrupted."""
-        trials = [replace(trial, status=INTERRUPTED) if trial.status == RUNNING else trial for trial in self._trials]
+        trials = [replace(trial, status=INTERRUPTED) if trial.status == RUNNING else trial for trial in self]
         return SweepResult(trials, goal=self.goal, folder=self.folder, secrets=self._secrets, total=self.total)
 
     @property
     def varied(self) -> list[str]:
         """The names of parameters that differ between trials."""
-        names = list(dict.fromkeys(name for trial in self._trials for name in trial.params))
-        return [
-            name for name in names if len({repr(plain(trial.params.get(name))) for trial in self._trials}) > 1
-        ] or names
+        names = list(dict.fromkeys(name for trial in self for name in trial.params))
+        return [name for name in names if len({repr(plain(trial.params.get(name))) for trial in self}) > 1] or names
 
     def rows(self) -> list[Settings]:
         """Return one flat dict per trial, best first: index, status, objectives, varied parameters, seconds, attempts, run folder.
 
         An objective or parameter with the name of another column has `value.` or `params.` in front of it.
         """
-        columns = self.value_columns
+        names = self.goal.names
+        columns = ["value"] if self.goal.is_single else [f"value.{n}" if n in OWN_COLUMNS else n for n in names]
         taken = {*OWN_COLUMNS, *columns}
         varied = {name: f"params.{name}" if name in taken else name for name in self.varied}
         return [
@@ -202,12 +189,6 @@ class SweepResult(Sequence[Trial]):
             }
             for trial in self.ranked
         ]
-
-    @property
-    def value_columns(self) -> list[str]:
-        """The columns of the objectives in `rows()`."""
-        names = self.goal.names
-        return ["value"] if self.goal.is_single else [f"value.{n}" if n in OWN_COLUMNS else n for n in names]
 
     def _values(self, trial: Trial) -> list[float | None]:
         return [trial.value] if self.goal.is_single else [trial.values.get(name) for name in self.goal.names]
@@ -225,8 +206,8 @@ class SweepResult(Sequence[Trial]):
 
     def to_csv(self, path: str | Path) -> Path:
         """Write all trials, best first, with every parameter and metric; text that looks like a formula gets an apostrophe."""
-        params = list(dict.fromkeys(name for trial in self._trials for name in trial.params))
-        metrics = list(dict.fromkeys(name for trial in self._trials for name in trial.metrics))
+        params = list(dict.fromkeys(name for trial in self for name in trial.params))
+        metrics = list(dict.fromkeys(name for trial in self for name in trial.metrics))
         values = ["value"] if self.goal.is_single else [f"value.{name}" for name in self.goal.names]
         fixed = ["trial", "status", *values, "seconds", "attempts", "run", "error"]
         with replacing(Path(path), mode=PRIVATE_FILE) as raw:
@@ -234,17 +215,10 @@ class SweepResult(Sequence[Trial]):
             writer = csv.writer(stream)
             writer.writerow([*fixed, *(f"params.{name}" for name in params), *(f"metrics.{name}" for name in metrics)])
             for trial in self.ranked:
-                own = [
-                    trial.index,
-                    trial.status,
-                    *self._values(trial),
-                    trial.seconds,
-                    trial.attempts,
-                    trial.run_dir,
-                    trial.error,
-                ]
-                given = [self.shown(trial).get(name) for name in params]
-                cells = [*own, *given, *(trial.metrics.get(name) for name in metrics)]
+                cells: list[object] = [trial.index, trial.status, *self._values(trial)]
+                cells += [trial.seconds, trial.attempts, trial.run_dir, trial.error]
+                cells += [self.shown(trial).get(name) for name in params]
+                cells += [trial.metrics.get(name) for name in metrics]
                 writer.writerow([spreadsheet_cell(value) for value in cells])
             stream.flush()
             stream.detach()  # `replacing` closes the file beneath it
@@ -269,16 +243,17 @@ def read_sweep(folder: str | Path) -> SweepResult:
     """Read what a sweep has done so far, from its folder."""
     header, trials = read_journal(Path(folder))
     goal = Goal.from_data(header.get("objective"), header.get("direction"))
-    count = len(goal.directions)
     if not goal.is_consistent:
         raise ExperimentError(
             f"the journal in {folder} has the objectives {header.get('objective')!r} with the directions {header.get('direction')!r}. "
             "Each objective needs one direction, 'min' or 'max': the file is damaged."
         )
-    if unlike := [trial.index for trial in trials if trial.objectives and len(trial.objectives) != count]:
-        raise ExperimentError(
-            f"the journal in {folder} has {count} objectives, but trial {unlike[0]} has another number of values."
-        )
+    count = len(goal.directions)
+    for trial in trials:
+        if trial.objectives and len(trial.objectives) != count:
+            raise ExperimentError(
+                f"the journal in {folder} has {count} objectives, but trial {trial.index} has another number of values."
+            )
     return SweepResult(trials, goal=goal, folder=Path(folder))
 
 

@@ -51,53 +51,59 @@ class Sampler:
         return False
 
 
-class GridSampler(Sampler):
+class _CountingSampler(Sampler):
+    """Proposes a known number of trials, each by its index."""
+
+    total: int
+    _next = 0
+
+    def ask(self) -> Trial | None:
+        """Return the next trial."""
+        if self._next >= self.total:
+            return None
+        self._next += 1
+        return Trial(self._next - 1, self._propose(self._next - 1))
+
+    def replay(self, trial: Trial) -> None:
+        """Count a trial that was proposed before."""
+        self._next = max(self._next, trial.index + 1)
+
+    def _propose(self, index: int) -> Settings:
+        raise NotImplementedError
+
+
+class GridSampler(_CountingSampler):
     """Every point once, in order."""
 
     def __init__(self, space: ParameterSpace, n_trials: int | None = None):
         self._points = space.grid()[:n_trials]
         self.total = len(self._points)
-        self._next = 0
-
-    def ask(self) -> Trial | None:
-        """Return the next point."""
-        if self._next >= len(self._points):
-            return None
-        self._next += 1
-        return Trial(self._next - 1, dict(self._points[self._next - 1]))
 
     def replay(self, trial: Trial) -> None:
         """Skip a point; its values are those of the space, which a journal may hold in a plainer form."""
-        if trial.index < len(self._points):
-            trial.params = dict(self._points[trial.index])
-        self._next = max(self._next, trial.index + 1)
+        super().replay(trial)
+        if trial.index < self.total:
+            trial.params = self._propose(trial.index)
+
+    def _propose(self, index: int) -> Settings:
+        return dict(self._points[index])
 
 
-class RandomSampler(Sampler):
+class RandomSampler(_CountingSampler):
     """Independent draws; trial number n depends only on the seed."""
-
-    total: int
 
     def __init__(self, space: ParameterSpace, n_trials: int, seed: int = 0):
         self._space, self.total, self._seed = space, n_trials, seed
-        self._next = 0
-
-    def ask(self) -> Trial | None:
-        """Draw the next point."""
-        if self._next >= self.total:
-            return None
-        self._next += 1
-        return Trial(self._next - 1, self._draw(self._next - 1))
 
     def replay(self, trial: Trial) -> None:
         """Count a trial that was drawn before, and check that it was drawn from here."""
-        if plain(self._draw(trial.index)) != plain(trial.params):
+        super().replay(trial)
+        if plain(self._propose(trial.index)) != plain(trial.params):
             raise ParameterError(
                 f"the sweep's trial {trial.index} has different parameters from those that this seed and space produce."
             )
-        self._next = max(self._next, trial.index + 1)
 
-    def _draw(self, index: int) -> Settings:
+    def _propose(self, index: int) -> Settings:
         from drivetrain.runtime.seeds import derive_seed
 
         generator = random.Random(derive_seed(self._seed, "trial", index))
@@ -169,13 +175,11 @@ class OptunaConfig:
         return JournalStorage(JournalFileBackend(str(path)))
 
 
-class OptunaSampler(Sampler):
+class OptunaSampler(_CountingSampler):
     """Ask an Optuna study; a study of your own brings its own sampler and pruner.
 
     `direction` is that of each objective. With several objectives Optuna does not prune.
     """
-
-    total: int
 
     def __init__(
         self,
@@ -200,7 +204,7 @@ class OptunaSampler(Sampler):
         self.study = study if study is not None else _new_study(config or OptunaConfig(), seed, directions)
         self._prunes = len(self.study.directions) == 1
         self._states = optuna.trial.TrialState
-        self._next, self._sweep = 0, ""
+        self._sweep = ""
         self._asked: dict[int, optuna.Trial] = {}
         self._steps: dict[int, set[int]] = {}
         self._stored: dict[int, optuna.trial.FrozenTrial] = {}
@@ -212,30 +216,22 @@ class OptunaSampler(Sampler):
             if entry.user_attrs.get("sweep") == sweep:
                 self._stored[entry.user_attrs["trial"]] = entry
 
-    def ask(self) -> Trial | None:
-        """Let the study propose the next trial."""
-        if self._next >= self.total:
-            return None
-        index, self._next = self._next, self._next + 1
-        return Trial(index, self._suggest_all(self.study.ask(), index))
+    def _propose(self, index: int) -> Settings:
+        return self._suggest_all(self.study.ask(), index)
 
     def tell(self, trial: Trial) -> None:
         """Report to the study how a trial ended; a trial without a usable value counts as failed."""
         asked = self._asked.pop(trial.index, None)
-        if asked is None:
-            return
-        if trial.status == PRUNED:
-            self.study.tell(asked, state=self._states.PRUNED)
-        elif trial.status == FINISHED and trial.objectives:
+        if asked is not None and trial.status == FINISHED and trial.objectives:
             self.study.tell(asked, trial.objectives)
-        else:
-            self.study.tell(asked, state=self._states.FAIL)
+        elif asked is not None:
+            self.study.tell(asked, state=self._states.PRUNED if trial.status == PRUNED else self._states.FAIL)
 
     def replay(self, trial: Trial) -> None:
         """Put an earlier trial into the study; one that still has to run is asked for with its old parameters."""
         import optuna
 
-        self._next = max(self._next, trial.index + 1)
+        super().replay(trial)
         stored = self._stored.get(trial.index)
         if stored is not None:
             if not stored.state.is_finished():
@@ -292,10 +288,8 @@ class OptunaSampler(Sampler):
 
 
 def _suggest(asked: "optuna.Trial", name: str, axis: Axis) -> object:
-    if isinstance(axis, LogUniform):
-        return asked.suggest_float(name, axis.low, axis.high, log=True)
-    if isinstance(axis, Uniform):
-        return asked.suggest_float(name, axis.low, axis.high)
+    if isinstance(axis, LogUniform | Uniform):
+        return asked.suggest_float(name, axis.low, axis.high, log=isinstance(axis, LogUniform))
     if isinstance(axis, IntRange):
         return asked.suggest_int(name, int(axis.low), int(axis.high))
     if isinstance(axis, Choice):

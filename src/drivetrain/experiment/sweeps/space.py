@@ -61,13 +61,8 @@ class Axis:
         raise NotImplementedError
 
     def examples(self) -> Sequence[object]:
-        """Return values by which the axis can be checked against its parameter."""
+        """Return values by which the axis can be checked against its parameter; those it was made with."""
         raise NotImplementedError
-
-    @property
-    def arguments(self) -> list[object]:
-        """What the axis was made with."""
-        return list(self.examples())
 
 
 class Choice(Axis):
@@ -234,17 +229,8 @@ class ParameterSpace:
             return None if any(name in secrets for point in points for name in point) else {"points": points}
         if any(name in secrets or type(axis).__name__ not in AXES for name, axis in self.axes.items()):
             return None
-        return {
-            "axes": [
-                [
-                    name,
-                    type(axis).__name__,
-                    plain(axis.arguments),
-                    plain({k: list(v) for k, v in axis.conditions.items()}),
-                ]
-                for name, axis in self.axes.items()
-            ]
-        }
+        axes = self.axes.items()
+        return plain({"axes": [[name, type(axis).__name__, axis.examples(), axis.conditions] for name, axis in axes]})
 
 
 def space_from(data: object, experiment: "Experiment", described: object) -> object | None:
@@ -283,7 +269,11 @@ def make_space(space: object) -> ParameterSpace:
             raise ParameterError(
                 "the space of a sweep is empty. Give at least one parameter, as in {'lr': Choice(0.1, 0.2)}."
             )
-        return ParameterSpace(None, {str(name): _axis(value) for name, value in space.items()})
+        axes = {}
+        for name, value in space.items():
+            values = value if isinstance(value, list | tuple) else [value]
+            axes[str(name)] = value if isinstance(value, Axis) else Choice(*values)
+        return ParameterSpace(None, axes)
     points = list(space) if isinstance(space, list | tuple) else None
     if not points or not all(isinstance(point, Mapping) for point in points):
         raise ParameterError(
@@ -291,12 +281,6 @@ def make_space(space: object) -> ParameterSpace:
             "{'lr': LogUniform(1e-4, 1e-1)}."
         )
     return ParameterSpace(tuple(dict(point) for point in points), {})
-
-
-def _axis(value: object) -> Axis:
-    if isinstance(value, Axis):
-        return value
-    return Choice(*value) if isinstance(value, list | tuple) else Choice(value)
 
 
 def check_space(experiment: "Experiment", space: ParameterSpace, fixed: Mapping[str, object]) -> None:

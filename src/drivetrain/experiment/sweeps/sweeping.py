@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from drivetrain.core.arguments import check_choice, check_count
 from drivetrain.core.errors import ConfigError, ParameterError, SweepError, unknown_name
 from drivetrain.core.locking import FolderLock
 from drivetrain.core.time import Time, TimeUnit, ensure_time
@@ -76,10 +77,8 @@ def sweep(
         resume: folder of a sweep to continue.
         on_change: called with the result so far after every change.
     """
-    if on_failure not in ("raise", "return"):
-        raise ConfigError(unknown_name("choice", on_failure, ["raise", "return"], where="on_failure"))
-    if type(retries) is not int or retries < 0:
-        raise ConfigError(f"retries: {retries!r} is not a number of retries. Give 0 or more.")
+    check_choice("on_failure", on_failure, ["raise", "return"])
+    check_count("retries", retries, at_least=0)
     fixed, wanted, goal = dict(params or {}), make_space(space), make_goal(experiment, objective, direction, resume)
     check_space(experiment, wanted, fixed)
     sampler = _with_study_name(sampler, resume)
@@ -87,8 +86,16 @@ def sweep(
     runner = make_executor(executor, num_processes, gpus_per_trial)
     timeout = _time_limit(trial_timeout, executor, runner)
     start = {"num_processes": num_processes, "gpus_per_trial": gpus_per_trial, "retries": retries}
+    secrets = experiment.parameters.secrets
     header = {
-        **_identity(experiment, wanted, fixed, sampler, seed, goal),
+        "schema": SCHEMA,
+        "experiment": experiment.name,
+        "space": wanted.describe(secrets),
+        "params": plain(without_secrets(experiment, fixed)),
+        "sampler": sampler_name(sampler),
+        "seed": seed,
+        **goal.as_data,
+        "values": wanted.as_data(secrets),
         "n_trials": n_trials,
         "optuna": sampler.as_data() if isinstance(sampler, OptunaConfig) else None,
         "start": {"executor": executor if isinstance(executor, str) else None, "trial_timeout": timeout, **start},
@@ -102,7 +109,11 @@ def sweep(
         loop = SweepLoop(work, chosen, runner, goal, folder, trials=trials, retries=retries, on_change=on_change)
         result = loop.run(header if resume is None else None)
     if result.failed and on_failure == "raise":
-        raise _failures(result)
+        listing = "\n".join(f"  trial {trial.index} {result.shown(trial)}: {trial.error}" for trial in result.failed)
+        raise SweepError(
+            f"{len(result.failed)} of {len(result)} trials failed; the others are complete. Sweep folder: {result.folder}\n{listing}",
+            result,
+        )
     return result
 
 
@@ -129,23 +140,11 @@ def continue_sweep(
             f"program, or an older version wrote it. Run the program again with sweep(..., resume={str(folder)!r}), or "
             f"`drivetrain sweep ... --resume {folder}`."
         )
-    return sweep(
-        experiment,
-        space,
-        sampler=OptunaConfig.from_data(header["optuna"]) if header.get("optuna") else header["sampler"],
-        n_trials=header.get("n_trials"),
-        objective=header.get("objective"),
-        direction=header.get("direction"),
-        params=fixed,
-        seed=header.get("seed", 0),
-        resume=folder,
-        on_change=on_change,
-        executor=start["executor"],
-        num_processes=start.get("num_processes"),
-        gpus_per_trial=start.get("gpus_per_trial"),
-        retries=start.get("retries", 0),
-        trial_timeout=start.get("trial_timeout"),
-    )
+    sampler = OptunaConfig.from_data(header["optuna"]) if header.get("optuna") else header["sampler"]
+    names = ("n_trials", "objective", "direction", "seed")
+    ways = ("executor", "num_processes", "gpus_per_trial", "retries", "trial_timeout")
+    stored = {name: source[name] for source, own in ((header, names), (start, ways)) for name in own if name in source}
+    return sweep(experiment, space, sampler=sampler, params=fixed, resume=folder, on_change=on_change, **stored)
 
 
 def run_parameter_sweep(
@@ -180,8 +179,8 @@ def make_sampler(
     """Return the requested sampler: by name, by Optuna's configuration, or as an object."""
     if isinstance(sampler, Sampler) or hasattr(sampler, "ask"):
         return sampler  # type: ignore[return-value]
-    if n_trials is not None and (type(n_trials) is not int or n_trials < 1):
-        raise ParameterError(f"n_trials: {n_trials!r} is not a number of trials. Give a whole number of at least 1.")
+    if n_trials is not None:
+        check_count("n_trials", n_trials, error=ParameterError)
     name = sampler_name(sampler)
     if name == "grid":
         return GridSampler(space, n_trials)
@@ -271,28 +270,6 @@ def _texts(name: str, given: object) -> tuple[str, ...]:
     return values
 
 
-def _identity(
-    experiment: "Experiment",
-    space: ParameterSpace,
-    fixed: Mapping[str, object],
-    sampler: str | Sampler | OptunaConfig,
-    seed: int,
-    goal: Goal,
-) -> Settings:
-    """Return what makes two sweeps the same, as the journal holds it."""
-    secrets = experiment.parameters.secrets
-    return {
-        "schema": SCHEMA,
-        "experiment": experiment.name,
-        "space": space.describe(secrets),
-        "params": plain(without_secrets(experiment, fixed)),
-        "sampler": sampler_name(sampler),
-        "seed": seed,
-        **goal.as_data,
-        "values": space.as_data(secrets),
-    }
-
-
 def _new_folder(experiment: "Experiment", space: ParameterSpace, fixed: Mapping[str, object]) -> Path:
     """Make the folder of a new sweep, in the output folder that its trials are given."""
     first = dict(space.points[0]) if space.points else {name: axis.examples()[0] for name, axis in space.axes.items()}
@@ -333,11 +310,3 @@ def _time_limit(timeout: float | str | Time | None, executor: object, runner: Ex
             "trial in its own process."
         )
     return float(limit.value)
-
-
-def _failures(result: SweepResult) -> SweepError:
-    listing = "\n".join(f"  trial {t.index} {result.shown(t)}: {t.error}" for t in result.failed)
-    return SweepError(
-        f"{len(result.failed)} of {len(result)} trials failed; the others are complete. Sweep folder: {result.folder}\n{listing}",
-        result,
-    )

@@ -18,7 +18,7 @@ from drivetrain.core.errors import DrivetrainError, ExperimentError
 from drivetrain.core.files import PRIVATE_FILE, is_regular, load_json, open_regular, read_end, read_limited
 from drivetrain.core.secret import masked
 from drivetrain.core.types import Settings
-from drivetrain.experiment.run_folder import JOURNAL, plain
+from drivetrain.experiment.run_folder import JOURNAL, is_number, plain
 
 ASKED, RUNNING, FINISHED, FAILED, PRUNED = "asked", "running", "finished", "failed", "pruned"
 TIMED_OUT, INTERRUPTED = "timed out", "interrupted"
@@ -74,21 +74,18 @@ class Trial:
         missing = [name for name in objectives if name not in self.metrics]
         if missing:
             known = ", ".join(self.metrics) or "no numbers"
-            self.fail(f"the experiment returned no objective {missing[0]!r} (returned: {known}).")
+            self.status = FAILED
+            self.error = f"the experiment returned no objective {missing[0]!r} (returned: {known})."
         elif len(objectives) > 1:
             self.values = {name: self.metrics[name] for name in objectives}
         elif objectives:
             self.value = self.metrics[objectives[0]]
-        elif isinstance(result, int | float) and not isinstance(result, bool):
+        elif is_number(result):
             self.value = float(result)
 
     def report(self, value: float, step: int) -> None:
         """Take a report."""
         self.reported = (step, value)
-
-    def fail(self, error: str) -> None:
-        """Count as failed, for this reason."""
-        self.status, self.error = FAILED, error
 
     @property
     def elapsed(self) -> float:
@@ -165,8 +162,8 @@ class Journal:
 
     def settle(self, trial: Trial) -> None:
         """Append how a trial, or one attempt at it, ended."""
-        names = ("index", "status", "value", "values", "metrics", "run_dir", "error", "seconds", "attempts")
-        self.write(trial.status, **{name: getattr(trial, name) for name in names if name != "status"})
+        names = ("index", "value", "values", "metrics", "run_dir", "error", "seconds", "attempts")
+        self.write(trial.status, **{name: getattr(trial, name) for name in names})
 
     def close(self) -> None:
         """Close the file."""
@@ -211,6 +208,7 @@ def _apply(entry: Settings, header: Settings, trials: dict[int, Trial]) -> None:
         trials[index] = Trial(index, _typed(entry, "params", dict))
     elif event in ("started", *ENDS) and (index := _typed(entry, "index", int)) in trials:
         folder, value = _typed(entry, "run_dir", str, ""), _typed(entry, "value", int | float, None)
+        numbers = lambda name: {key: float(number) for key, number in _typed(entry, name, dict, {}).items()}
         trials[index] = Trial(
             index,
             trials[index].params,
@@ -218,9 +216,9 @@ def _apply(entry: Settings, header: Settings, trials: dict[int, Trial]) -> None:
             run_dir=Path(folder) if folder else None,
             attempts=_typed(entry, "attempts", int, trials[index].attempts),
             value=None if value is None else float(value),
-            values={name: float(value) for name, value in _typed(entry, "values", dict, {}).items()},
+            values=numbers("values"),
             error=_typed(entry, "error", str | None, None),
-            metrics={name: float(value) for name, value in _typed(entry, "metrics", dict, {}).items()},
+            metrics=numbers("metrics"),
             seconds=float(_typed(entry, "seconds", int | float, 0.0)),
         )
 
