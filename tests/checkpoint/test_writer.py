@@ -1,14 +1,16 @@
 """Whatever instant a writer dies at, a whole checkpoint remains."""
 
 import os
+import resource
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 from drivetrain.checkpoint import files, writer
-from drivetrain.checkpoint.chaos import full_disk, small_files
+from drivetrain.checkpoint.chaos import full_disk
 from drivetrain.checkpoint.files import lock_path
 from drivetrain.checkpoint.layout import Best, problem_with, read_pointer
 from drivetrain.checkpoint.reader import CheckpointReader
@@ -141,6 +143,17 @@ def test_a_disk_that_is_full_only_for_the_pointers_has_taken_the_checkpoint(tmp_
         save(tmp_path, 2, 2.0)
     assert newest_value(tmp_path) == 2.0 and read_pointer(tmp_path, "last") == tmp_path / "checkpoint-1"
     assert "pointer files" in caplog.text
+
+
+@contextmanager
+def small_files(limit: int):
+    """Make the system reject files of this process above `limit` bytes (EFBIG)."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_real_limit_of_the_system_is_handled_like_a_full_disk(tmp_path):

@@ -101,19 +101,6 @@ def full_disk(after: int = 0) -> Iterator[None]:
         files.put = real
 
 
-@contextmanager
-def small_files(limit: int) -> Iterator[None]:
-    """Make the system reject files of this process above `limit` bytes (EFBIG)."""
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 # Processes that die.
 
 
@@ -242,15 +229,8 @@ def _run(given: argparse.Namespace) -> int:
     if program is None:
         print(f"{given.command[0]!r} is not a program on this machine. Write: ... -- python train.py", file=sys.stderr)
         return 2
-    attempts = torment(
-        lambda: subprocess.Popen([program, *given.command[1:]], start_new_session=True),
-        given.folder,
-        kills=given.kills,
-        longest=given.longest,
-        seed=given.seed,
-        in_saves=given.in_saves,
-        pauses=given.pauses,
-    )
+    options = {name: getattr(given, name) for name in ("folder", "kills", "longest", "seed", "in_saves", "pauses")}
+    attempts = torment(lambda: subprocess.Popen([program, *given.command[1:]], start_new_session=True), **options)
     for number, attempt in enumerate(attempts, start=1):
         where = " in the middle of a save" if attempt.during_save else ""
         print(f"start {number}: {attempt.ended}{where} after {attempt.seconds:.2f} s (status {attempt.status})")

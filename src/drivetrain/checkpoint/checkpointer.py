@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 from drivetrain.checkpoint import layout
@@ -276,9 +275,7 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
             return
@@ -303,17 +300,13 @@ class Checkpointer:
             return None
         wanted = ensure_time(value, TimeUnit.BATCH)
         if wanted.value <= 0:
-            raise ConfigError(
-                f"{where}: '{wanted}' is not valid. Expected a time above zero, such as '200ba' or '1ep'."
-            )
+            raise ConfigError(f"{where}: '{wanted}' is not valid. Expected a positive time, such as '200ba' or '1ep'.")
         self.progress.check_unit(wanted, where)
         return wanted
 
     def _signal(self) -> int | None:
-        if not self._wants_signals:
-            return None
         if self._signals is None:
-            if StopSignals.active() is not None:
+            if not self._wants_signals or StopSignals.active() is not None:
                 return None  # a Trainer above us acts on them
             self._signals = StopSignals().__enter__()
             # A Checkpointer that is dropped gives the signals back, like one that is closed.

@@ -48,8 +48,17 @@ def write_tensors(
 
 def replace_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Replace a safetensors file atomically."""
+    _replace(path, safetensors_pieces(tensors, metadata))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a small text file atomically: readers see the old text or the new one."""
+    _replace(path, iter([text.encode()]))
+
+
+def _replace(path: Path, pieces: Iterator[bytes | memoryview]) -> None:
     with replacing(path) as stream:
-        for piece in safetensors_pieces(tensors, metadata):
+        for piece in pieces:
             put(stream, piece)
     flush_folder(path.parent)
 
@@ -64,27 +73,18 @@ def safetensors_pieces(
     end = 0
     for key in order:
         tensor = tensors[key]
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[key] = {
-            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+        begin, end = end, end + tensor.nbytes
+        dtype, shape = SAFETENSORS_DTYPES[tensor.dtype], list(tensor.shape)
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
     for key in order:
-        yield from tensor_pieces(tensors[key])
-
-
-def tensor_pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the values of a tensor as bytes, without copying those of a contiguous CPU tensor."""
-    if tensor.numel() == 0:
-        return
-    whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data = whole.reshape(-1).view(torch.uint8).numpy().data
-    for begin in range(0, len(data), PIECE):
-        yield data[begin : begin + PIECE]
+        if tensors[key].numel():
+            whole = tensors[key].detach().cpu().resolve_conj().resolve_neg().contiguous()
+            data = whole.reshape(-1).view(torch.uint8).numpy().data  # of a contiguous CPU tensor, not a copy
+            for begin in range(0, len(data), PIECE):
+                yield data[begin : begin + PIECE]
 
 
 def _write(folder: Path, name: str, pieces: Iterator[bytes | memoryview]) -> FileEntry:
@@ -148,22 +148,12 @@ def lock_path(path: Path) -> int | None:
         raise
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise
+        return descriptor
     except OSError as error:
         os.close(descriptor)
         if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.EBADF):  # network file systems without locks
             return None
         raise
-    return descriptor
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace a small text file atomically: readers see the old text or the new one."""
-    with replacing(path) as stream:
-        put(stream, text.encode())
-    flush_folder(path.parent)
 
 
 # ---------------------------------------------------------------------- weights for other programs
@@ -195,9 +185,7 @@ def export_safetensors(
     flat = flatten(state[names[0]] if len(names) == 1 else {name: state[name] for name in names})
     if flat.viewed:
         name, dtype = next(iter(flat.viewed.items()))
-        raise CheckpointError(
-            f"{name} has type {dtype}, which other programs cannot read from safetensors. Convert it."
-        )
+        raise CheckpointError(f"{name} has type {dtype}, which safetensors of other programs do not have. Convert it.")
     if not flat.tensors:
         raise CheckpointError(f"{', '.join(names)} contain no tensors to export.")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +203,7 @@ def _write_weights(file: Path, tensors: dict[str, Tensor], metadata: dict[str, s
         replace_tensors(file.with_name(name), part, metadata)
         weight_map |= dict.fromkeys(part, name)
     index = file.with_name(f"{file.name}.index.json")
-    total = sum(map(_num_bytes, tensors.values()))
+    total = sum(tensor.nbytes for tensor in tensors.values())
     replace_text(index, json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
     return index
 
@@ -225,13 +213,9 @@ def _split(tensors: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Tens
     part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors.items():
-        if part and size + _num_bytes(tensor) > limit:
+        if part and size + tensor.nbytes > limit:
             yield part
             part, size = {}, 0
         part[name] = tensor
-        size += _num_bytes(tensor)
+        size += tensor.nbytes
     yield part
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

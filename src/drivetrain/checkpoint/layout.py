@@ -157,8 +157,8 @@ class Manifest:
             raise CheckpointError(f"{MANIFEST} is not readable JSON ({error})") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise CheckpointError(f"{MANIFEST} is not the manifest of a {FORMAT}")
-        if content.get("version") != VERSION:
-            raise CheckpointError(f"{MANIFEST} has version {content.get('version')!r}; this library reads {VERSION}")
+        if (version := content.get("version")) != VERSION:
+            raise CheckpointError(f"{MANIFEST} has format version {version!r}; this library reads {VERSION}")
         stated = content.pop("sha256", None)
         try:
             actual = _content_hash(content)

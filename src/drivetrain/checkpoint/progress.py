@@ -39,15 +39,6 @@ class Progress:
         with suppress(TypeError):  # a source that cannot be a key is never in there
             self.load(_continued.get(source, {}))
 
-    @property
-    def _clock(self) -> object:
-        return getattr(self._source, "clock", None)
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the start, including earlier parts of a resumed run."""
-        return self._earlier_seconds + time.monotonic() - self._started
-
     def check_unit(self, wanted: Time, where: str) -> None:
         """Raise for a time in a unit that is not counted here."""
         if self._read(wanted.unit) is None:
@@ -61,14 +52,13 @@ class Progress:
     def follows_wall_clock(self, unit: TimeUnit) -> bool:
         """Return whether a unit is counted by this rank's own clock: seconds, and shares of a run with a length in seconds."""
         whole = getattr(self._source, "max_duration", None)
-        return unit is TimeUnit.SECOND or (
-            unit is TimeUnit.DURATION and isinstance(whole, Time) and whole.unit is TimeUnit.SECOND
-        )
+        if unit is TimeUnit.DURATION and isinstance(whole, Time):
+            unit = whole.unit
+        return unit is TimeUnit.SECOND
 
     def value(self, unit: TimeUnit) -> float:
         """Return the time since the start of the run in one unit."""
-        value = self._read(unit)
-        return 0 if value is None else value
+        return self._read(unit) or 0
 
     def snapshot(self) -> dict[str, float]:
         """Return the known counters, for the manifest."""
@@ -94,12 +84,13 @@ class Progress:
         return batch if epoch is None else f"ep{int(epoch)}-{batch}"
 
     def _read(self, unit: TimeUnit) -> float | None:
-        clock = self._clock
+        clock = getattr(self._source, "clock", None)
         if unit is TimeUnit.DURATION:
             elapsed = getattr(self._source, "get_elapsed_duration", lambda: None)()
             return elapsed.value if isinstance(elapsed, Time) else elapsed
         if unit is TimeUnit.SECOND:
-            return max(self.elapsed, getattr(clock, "total_wct", 0.0))
+            elapsed = self._earlier_seconds + time.monotonic() - self._started
+            return max(elapsed, getattr(clock, "total_wct", 0.0))
         if clock is not None:
             return getattr(clock, _CLOCK_FIELDS.get(unit.value, unit.name.lower()), None)
         if unit in (TimeUnit.BATCH, TimeUnit.STEP):

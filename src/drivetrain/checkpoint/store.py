@@ -48,9 +48,8 @@ def save_checkpoint(
     directory = checkpoint_directory(path)
     name = layout.checkpoint_name(id)
     exchange = control_exchange()
-    snapshot = take_snapshot(
-        state_dict, exchange, folder=directory, metrics=None if metric is None else {"metric": metric}
-    )
+    metrics = None if metric is None else {"metric": metric}
+    snapshot = take_snapshot(state_dict, exchange, folder=directory, metrics=metrics)
     if isinstance(state_dict, Mapping) and not snapshot.is_sharded:
         if exchange.rank != 0:
             return directory / name
@@ -77,13 +76,10 @@ def load_checkpoint(path: str | Path, *, map_location: object = "cpu", verify: s
     3
     """
     mode = layout.check_verify(verify)
-    if path in (layout.LAST, layout.BEST):
-        directory = checkpoint_directory(None)
+    directory = checkpoint_directory(None if path in (layout.LAST, layout.BEST) else path)
 
     def find() -> CheckpointPath:
-        if path in (layout.LAST, layout.BEST):
-            return find_checkpoint_path(directory if path == layout.LAST else best_folder(directory))
-        return find_checkpoint_path(Path(path))
+        return find_checkpoint_path(best_folder(directory) if path == layout.BEST else directory)
 
     place = find()
     if place.kind == "file":
@@ -98,9 +94,8 @@ def state_of(loaded: Loaded) -> Any:
 
 def read_file(path: Path, map_location: object = "cpu") -> Any:
     """Read a file of another program."""
-    return (
-        read_safetensors(path, map_location) if path.suffix == ".safetensors" else read_torch_file(path, map_location)
-    )
+    read = read_safetensors if path.suffix == ".safetensors" else read_torch_file
+    return read(path, map_location)
 
 
 def best_folder(directory: Path) -> Path:

@@ -83,8 +83,7 @@ class Snapshot:
     @property
     def num_bytes(self) -> int:
         """The bytes that this rank writes."""
-        tensors = [tensor for part in self.parts().values() for tensor in part.values()]
-        return len(self.state) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return len(self.state) + sum(tensor.nbytes for part in self.parts().values() for tensor in part.values())
 
 
 def write_checkpoint(

@@ -11,30 +11,11 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".one_of": ["OneOf"],
         ".time": ["Time", "TimeUnit", "Timestamp", "Clock", "ensure_time"],
         ".yaml": ["load_yaml"],
-        ".errors": [
-            "DrivetrainError",
-            "ConfigError",
-            "ConfigurationError",
-            "ConfigTypeError",
-            "ParameterError",
-            "PluginConflictError",
-            "PluginOrderError",
-            "EngineError",
-            "TimeUnitError",
-            "StateError",
-            "BatchOutputError",
-            "CheckpointError",
-            "ResumeError",
-            "DeviceError",
-            "DistributedError",
-            "StopTrainingError",
-            "TrainingStopped",
-            "NonFiniteError",
-            "NonFiniteLossError",
-            "NonFiniteStateError",
-            "MissingExtra",
-            "DrivetrainWarning",
-            "DrivetrainDeprecationWarning",
-        ],
+        ".errors": (
+            "DrivetrainError ConfigError ConfigurationError ConfigTypeError ParameterError PluginConflictError PluginOrderError "
+            "EngineError TimeUnitError StateError BatchOutputError CheckpointError ResumeError DeviceError DistributedError "
+            "StopTrainingError TrainingStopped NonFiniteError NonFiniteLossError NonFiniteStateError MissingExtra "
+            "DrivetrainWarning DrivetrainDeprecationWarning"
+        ).split(),
     },
 )
