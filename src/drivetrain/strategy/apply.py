@@ -11,11 +11,13 @@ wrapper.
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from drivetrain.context.context import Context
 from drivetrain.context.moving import move_to_device
@@ -150,6 +152,28 @@ class Application:
         here = {name for name, module in self.model.named_modules() if not isinstance(module, Elsewhere)}
         return {name: value for name, value in named.items() if name in here}
 
+    def axis_mesh(self, axis: str) -> Any:
+        """Return the part of the mesh along one axis."""
+        return self.mesh[axis] if self.mesh.ndim > 1 else self.mesh
+
+    def sample_arguments(self) -> tuple[tuple[Any, ...], Settings] | None:
+        """Return what the model is called with for a few samples, without running it; None without samples."""
+        seen: list[tuple[tuple[Any, ...], Settings]] = []
+
+        def look(module: nn.Module, args: tuple[Any, ...], kwargs: Settings) -> None:
+            seen.append((args, kwargs))
+            raise _Seen
+
+        if self.sample is None:
+            return None
+        hook = self.model.register_forward_pre_hook(look, with_kwargs=True, prepend=True)
+        with suppress(_Seen):
+            try:
+                self.sample(self.model)
+            finally:
+                hook.remove()
+        return seen[0] if seen else None
+
     def note(self, text: str) -> None:
         """Add a remark to `explain()`."""
         self.notes.append(text)
@@ -158,6 +182,10 @@ class Application:
         """Return the model's input for a batch of the loader: on the device, and changed as the plan requires."""
         target = self.device if device is None else torch.device(device)
         return prepared_input(data, target, self.prepare_input, self.input_changes)
+
+
+class _Seen(Exception):
+    """Ends a call of the model when its arguments are known."""
 
 
 def prepared_input(
@@ -175,8 +203,7 @@ def prepared_input(
 
 
 def change_tensors(value: object, changes: Sequence[Callable[[Tensor], Tensor]]) -> Any:
-    """Apply a function to every tensor in nested containers and return the result."""
-    from torch.utils._pytree import tree_map_only
+    """Apply functions to every tensor in nested containers and return the result."""
 
     def change(tensor: Tensor) -> Tensor:
         for function in changes:
@@ -227,14 +254,10 @@ def _check_optimizer(app: Application) -> None:
     build, plan = None if app.recipe is None else app.recipe.build, app.plan
     if not (isinstance(build, type) and issubclass(build, torch.optim.Adafactor)):
         return
-    axes = {axis: plan.site.axis(axis) for axis in ("tensor", "pipe")}
-    sharding = [method.name for _, method, _ in plan.steps if method.shards_axis is not None]
-    reasons = {
-        **dict.fromkeys(sharding, True),
-        "a tensor axis": axes["tensor"] > 1,
-        "data ranks with a pipeline": axes["pipe"] > 1 and plan.data_ranks > 1,
-    }
-    if found := [name for name, holds in reasons.items() if holds]:
+    found = [method.name for _, method, _ in plan.steps if method.shards_axis is not None]
+    found += ["a tensor axis"] if plan.site.axis("tensor") > 1 else []
+    found += ["data ranks with a pipeline"] if plan.site.axis("pipe") > 1 and plan.data_ranks > 1 else []
+    if found:
         raise UnsupportedMethodError(
             f"Adafactor and {found[0]} cannot be used together: torch's Adafactor squares row and column norms in place, which is not "
             "supported for sharded parameters. Use zero1 or plain data parallelism with it, or another optimizer."
@@ -246,8 +269,12 @@ def _shape(app: Application) -> None:
     app.mesh = build_mesh(plan.axes, plan.rank_order, app.device.type)
     app.context._layout = PlanLayout(app.mesh, mesh_of_copies(plan.site, app.mesh))
     for stage in Stage:
-        if stage is Stage.SHELL and not _will_be_sharded(plan):
-            _place(app)
+        if stage is Stage.SHELL and not any(
+            own is stage for own, _, _ in plan.steps
+        ):  # sharding places the model itself
+            if any(parameter.is_meta for parameter in app.model.parameters()):
+                materialise(app.model, app.device)
+            app.model.to(app.device)
         for own, method, config in plan.steps:
             if own is stage:
                 _apply(app, stage, partial(method.apply, app, config))
@@ -257,10 +284,6 @@ def _shape(app: Application) -> None:
             for change in app.recipe_changes:
                 change(app.recipe)
             app.optimizer = app.recipe.make(app.model)
-
-
-def _will_be_sharded(plan: ResolvedPlan) -> bool:
-    return any(stage is Stage.SHELL for stage, _, _ in plan.steps)
 
 
 def _apply(app: Application, stage: Stage, act: Callable[[], None]) -> None:
@@ -299,9 +322,9 @@ def _wrap(app: Application) -> None:
     reasons = {"tensor": "DDP cannot hold tensor-parallel parameters", "pipe": "DDP's buckets do not follow a schedule"}
     reason = next((text for axis, text in reasons.items() if plan.site.axis(axis) > 1), None)
     if reason is not None:
-        from drivetrain.strategy.methods.fsdp import shard_over_data
+        from drivetrain.strategy.methods.fsdp import Zero2Config, shard_over_data
 
-        shard_over_data(app, reshard_after_forward=False)
+        shard_over_data(app, Zero2Config())
         _warn_unused(app)
         app.note(f"data parallel: fully_shard without resharding, because {reason}")
         return
@@ -316,13 +339,6 @@ def _warn_unused(app: Application) -> None:
         app.note(text)
         if is_master():
             warnings.warn(f"{text}. Remove them.", DrivetrainWarning, stacklevel=2)
-
-
-def _place(app: Application) -> None:
-    """Move the model to its device; one without memory yet gets it, and initialises itself."""
-    if any(parameter.is_meta for parameter in app.model.parameters()):
-        materialise(app.model, app.device)
-    app.model.to(app.device)
 
 
 def apply_to_called_model(app: Application) -> Application:

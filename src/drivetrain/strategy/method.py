@@ -11,16 +11,20 @@ its effect on memory and time, and for what a simulation or a trial must know ab
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin
 
 import torch
 from torch import nn
 
-from drivetrain.core.errors import DrivetrainWarning, MethodConfigError, unknown_name
+from drivetrain.core.errors import ConfigError, DrivetrainWarning, MethodConfigError, did_you_mean, unknown_name
 from drivetrain.core.types import Settings
+from drivetrain.module.blocks import select_modules
+from drivetrain.module.wrapping import written_class
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
@@ -35,6 +39,8 @@ Numerics = Literal["exact", "tf32", "mixed", "low"]
 """How much results may change: only by rounding, TF32 products, 16-bit autocast, or 16-bit and 8-bit weights."""
 
 
+Positive = Annotated[int, "at least 1"]
+"""The type of a setting that is a whole number of at least 1."""
 C = TypeVar("C")
 """The class of a method's configurations."""
 Option = tuple[tuple[str, Any], ...]
@@ -117,9 +123,12 @@ class Method(Generic[C]):
             config = {}
         elif not isinstance(config, Mapping):
             if self.short is None:
-                raise self.bad("config", config, "None or a dict" if self._keys() else "no configuration at all")
+                raise self.bad(
+                    "config", config, "None or a dict" if dataclasses.fields(self.Config) else "no configuration at all"
+                )
             config = {self.short: config}
         values: Settings = {}
+        items = {item.name: item for item in dataclasses.fields(self.Config)}
         for key, value in config.items():
             if key in self.ignored_keys:
                 warnings.warn(
@@ -127,21 +136,41 @@ class Method(Generic[C]):
                 )
                 continue
             name = self.renamed.get(key, key)
-            if name not in self._keys():
-                raise MethodConfigError(unknown_name("key", key, [*self._keys(), *self.renamed], where=self.name))
+            if name not in items:
+                raise MethodConfigError(unknown_name("key", key, [*items, *self.renamed], where=self.name))
             values[name] = frozen(value)
-        return self.Config(**self.read(values))
+        values = self.read(values)
+        for name, value in values.items():
+            self._check_type(items[name], value)
+        return self.Config(**values)
 
     def read(self, values: Settings) -> Settings:
-        """Check and convert the values that were given."""
+        """Convert the values that were given, and check what the types of the fields do not say."""
         return values
+
+    def _check_type(self, item: "dataclasses.Field[Any]", given: object) -> None:
+        """Reject a value of another type than bool, str, `Positive` or a Literal, where that is the type of its field."""
+        kinds = [kind for kind in get_args(item.type) if kind is not NoneType]
+        may_be_none = NoneType in get_args(item.type)
+        kind = kinds[0] if may_be_none and len(kinds) == 1 else item.type
+        if given is item.default or (given is None and may_be_none):
+            return
+        expected, choices = None, get_args(kind) if get_origin(kind) is Literal else ()
+        if choices and given not in choices:
+            expected = f"one of {', '.join(map(str, choices))}"
+        elif kind is bool and not isinstance(given, bool):
+            expected = "True or False"
+        elif kind is str and not isinstance(given, str):
+            expected = "a text"
+        elif kind == Positive and not is_whole(given):
+            expected = "a whole number of at least 1"
+        if expected is not None:
+            expected += ", or None" if may_be_none else ""
+            raise MethodConfigError(f"{self.bad(item.name, given, expected)}{did_you_mean(given, choices)}")
 
     def plain(self, config: C) -> Settings:
         """Return a configuration as JSON values. `parse` turns it back into an equal one."""
         return {item.name: thawed(getattr(config, item.name)) for item in dataclasses.fields(config)}  # type: ignore[arg-type]
-
-    def _keys(self) -> list[str]:
-        return [item.name for item in dataclasses.fields(self.Config)]
 
     def bad(self, key: str, given: object, expected: str) -> MethodConfigError:
         """Return the error for an invalid value."""
@@ -261,9 +290,12 @@ class Method(Generic[C]):
         """Return how much memory the method saves, to order the options of its dimension; 0 if they are not ordered."""
         return 0
 
+    short_label: ClassVar[str | None] = None
+    """The label where it does not depend on the configuration; None: the name."""
+
     def label(self, config: C) -> str:
         """Return the method in one or two words for tables; empty if the mesh or the precision already names it."""
-        return self.name
+        return self.name if self.short_label is None else self.short_label
 
     # What a new world, a simulation or a trial asks.
 
@@ -312,6 +344,11 @@ class Method(Generic[C]):
 
     # What it does.
 
+    def select(self, model: nn.Module, what: object) -> list[tuple[str, nn.Module]]:
+        """Return names and modules of the model that selectors name, as `select_modules` does."""
+        with config_errors():
+            return select_modules(model, selected(model, what), where=self.name)
+
     def stage_of(self, config: C, site: Site) -> Stage:
         """Return when the method is applied here."""
         return self.stage
@@ -322,6 +359,15 @@ class Method(Generic[C]):
     def reason(self, config: C) -> str:
         """Return in a few words what the method does here."""
         return self.why
+
+
+@contextmanager
+def config_errors(where: str = "") -> Iterator[None]:
+    """Raise a ConfigError of what a method calls as a MethodConfigError, with `where` before its message."""
+    try:
+        yield
+    except ConfigError as error:
+        raise MethodConfigError(f"{where}{error}") from error
 
 
 def frozen(value: object) -> Any:
@@ -357,8 +403,6 @@ def as_selectors(value: object) -> Any:
 
 def selected(model: nn.Module, value: object) -> Any:
     """Return selectors with full class names replaced by the classes of this model. Nothing is imported."""
-    from drivetrain.module.wrapping import written_class
-
     classes = {qualified_name(cls): cls for module in model.modules() for cls in written_class(module).__mro__}
     if isinstance(value, tuple):
         return [classes.get(item, item) if isinstance(item, str) else item for item in value]

@@ -37,24 +37,24 @@ class OptimizerRecipe:
 
     def make(self, model: nn.Module) -> Optimizer:
         """Return the optimizer for the final model."""
-        if self.existing is None:
-            return self._build(model)
-        if not self.is_changed:
+        if self.existing is not None and not self.is_changed:
             new = dict(named_clean_parameters(model))
             if any(new.get(name) is not old for name, old in self.names.items()):
                 rebind_optimizer(self.existing, self.names, model)
             return self.existing
-        if self.existing.state:
+        if self.existing is not None and self.existing.state:
             raise ConfigError(
-                f"the plan replaces the {type(self.existing).__name__}, which already has state. Apply "
-                "the plan before the first step."
+                f"the plan replaces the {type(self.existing).__name__}, which already has state. Apply the plan before the first step."
             )
-        return self._build(model)
-
-    def _build(self, model: nn.Module) -> Optimizer:
         optimizer = self.build(self.groups(unwrap(model)), **self.settings)
         start_momentum(optimizer)
         return optimizer
+
+    def wrap(self, around: Callable[[Callable[..., Optimizer], Any, Settings], Optimizer]) -> None:
+        """Let a function make the optimizer. It is called with the present `build`, the parameters or groups, and the settings."""
+        inner = self.build
+        self.build = lambda groups, **settings: around(inner, groups, settings)
+        self.is_changed = True
 
 
 def recipe_of(optimizer: Optimizer, model: nn.Module) -> OptimizerRecipe:
@@ -66,14 +66,21 @@ def recipe_of(optimizer: Optimizer, model: nn.Module) -> OptimizerRecipe:
         raise ConfigError(
             f"the optimizer holds {len(missing)} parameters that are not in the model. Apply a plan to one model and its optimizer."
         )
-    layout = tuple(  # only what a group has of its own: the rest comes from the settings, which methods may change
-        (tuple(by_id[id(p)] for p in group["params"]), _own_settings(group, optimizer.defaults))
-        for group in optimizer.param_groups
-    )
+    layout = []
+    for group in (
+        optimizer.param_groups
+    ):  # only what it has of its own: the rest comes from the settings, which methods may change
+        usual = {
+            "params",
+            "param_names",
+            *(key for key, value in optimizer.defaults.items() if group.get(key) is value),
+        }
+        own = {key: value for key, value in group.items() if key not in usual}
+        layout.append((tuple(by_id[id(p)] for p in group["params"]), own))
     accepted = inspect.signature(type(optimizer).__init__).parameters
     settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     return OptimizerRecipe(
-        build=type(optimizer), settings=settings, groups=NamedGroups(layout), existing=optimizer, names=names
+        build=type(optimizer), settings=settings, groups=NamedGroups(tuple(layout)), existing=optimizer, names=names
     )
 
 
@@ -89,11 +96,3 @@ class NamedGroups:
             {**settings, "params": [parameters[name] for name in held if name in parameters]}
             for held, settings in self.layout
         ]
-
-
-def _own_settings(group: Settings, defaults: Settings) -> Settings:
-    return {
-        key: value
-        for key, value in group.items()
-        if key not in ("params", "param_names") and not (key in defaults and defaults[key] is value)
-    }

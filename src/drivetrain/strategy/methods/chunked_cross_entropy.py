@@ -17,10 +17,7 @@ from drivetrain.module.deferred_logits import DeferredLoss, DeferredSource, defe
 from drivetrain.strategy.method import Method, Option, Site, Stage, is_whole
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import Application
-    from drivetrain.strategy.effects import Effects
-    from drivetrain.strategy.search.candidates import Candidate
-    from drivetrain.strategy.search.space import SearchScope
+    from drivetrain.strategy.method import Application, Candidate, Effects, SearchScope
 
 _CHUNKS = 8
 """Into how many parts the logits are cut, at least."""
@@ -41,6 +38,7 @@ class ChunkedCrossEntropy(Method):
     short = "chunk"
     conflicts = dict.fromkeys(("fsdp", "zero2", "tensor_parallel", "pipeline_parallel"), _SPLIT)
     why = "the logits of a large vocabulary are never held at once"
+    short_label = "chunked loss"
     is_minor = leaves_no_trace = True
 
     def options(self, scope: "SearchScope") -> list[Option]:
@@ -52,9 +50,6 @@ class ChunkedCrossEntropy(Method):
     def affect(self, effects: "Effects", config: ChunkedConfig) -> None:
         effects.logits_share = 1 / _CHUNKS
         effects.head_again = 1.0  # the logits are computed again for backward
-
-    def label(self, config: ChunkedConfig) -> str:
-        return "chunked loss"
 
     def read(self, values: dict[str, Any]) -> dict[str, Any]:
         chunk = values.get("chunk", "auto")
@@ -79,7 +74,17 @@ class ChunkedCrossEntropy(Method):
                 "chunked_cross_entropy and find_unused_parameters=True cannot be used together: the loss uses the head, where DDP does not "
                 "look for it. Remove one of them."
             )
-        name, leaf, has_own_loss = find_final_linear(ctx.model, *_model_arguments(ctx))
+        if ctx.sample is None:
+            raise UnsupportedMethodError(
+                "chunked_cross_entropy needs a few samples to check that the model ends in a linear layer. Pass dataset or sample_batch, "
+                "or remove the method."
+            )
+        arguments = ctx.sample_arguments()
+        if arguments is None:
+            raise UnsupportedMethodError(
+                "chunked_cross_entropy: the model could not run on the samples. Remove the method."
+            )
+        name, leaf, has_own_loss = find_final_linear(ctx.model, *arguments)
         if ctx.loss_func is None and not has_own_loss:
             raise UnsupportedMethodError(
                 "chunked_cross_entropy changes the loss function, but there is none. Pass loss_func, or remove the method."
@@ -111,32 +116,3 @@ class ChunkedCrossEntropy(Method):
         ctx.note(
             f"chunked_cross_entropy: the layer {name!r} is part of the loss; in training the model returns its input"
         )
-
-
-class _Captured(Exception):
-    """The model was called with these arguments."""
-
-    def __init__(self, args: tuple[object, ...], kwargs: dict[str, Any]):
-        super().__init__()
-        self.arguments = args, kwargs
-
-
-def _model_arguments(ctx: "Application") -> tuple[tuple[object, ...], dict[str, Any]]:
-    """Return what the model is called with for a few samples; it does not run."""
-
-    def capture(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
-        raise _Captured(args, kwargs)
-
-    if ctx.sample is None:
-        raise UnsupportedMethodError(
-            "chunked_cross_entropy needs a few samples to check that the model ends in a linear layer. Pass dataset or sample_batch, or "
-            "remove the method."
-        )
-    handle = ctx.model.register_forward_pre_hook(capture, with_kwargs=True, prepend=True)
-    try:
-        ctx.sample(ctx.model)
-    except _Captured as captured:
-        return captured.arguments
-    finally:
-        handle.remove()
-    raise UnsupportedMethodError("chunked_cross_entropy: the model could not run on the samples. Remove the method.")

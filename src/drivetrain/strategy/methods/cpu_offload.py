@@ -9,20 +9,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConflictError
+from drivetrain.core.types import Settings
 from drivetrain.module.optimizers import host_copy, with_master_weights
 from drivetrain.strategy.method import Method, Option, Site, Stage
-from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
+from drivetrain.strategy.methods.fsdp import SHARDING
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import Application
-    from drivetrain.strategy.effects import Effects
-    from drivetrain.strategy.search.candidates import Candidate
-    from drivetrain.strategy.search.space import SearchScope
+    from drivetrain.strategy.method import Application, Candidate, Effects, SearchScope
 
 _PARTS = ("params", "optimizer")
-_SHARDED = ("fsdp", "zero2")
 _LARGE_STATE = 0.3
 """The share of the budget above which parameters, gradients and optimizer state are so large that moving them to the host could pay."""
 
@@ -46,6 +44,7 @@ class CpuOffload(Method):
         "zero1": "Both move the optimizer's state. Use fsdp or zero2 with cpu_offload, or zero1 alone.",
     }
     why = "the optimizer's state is kept and updated in host memory"
+    short_label = "cpu offload"
     is_minor = True
 
     def options(self, scope: "SearchScope") -> list[Option]:
@@ -66,21 +65,16 @@ class CpuOffload(Method):
     def on_host(self, config: OffloadConfig, is_sharded: bool) -> tuple[str, ...]:
         return ("params", "grads", "optimizer") if is_sharded else ("optimizer",)
 
-    def label(self, config: OffloadConfig) -> str:
-        return "cpu offload"
-
-    def read(self, values: dict[str, Any]) -> dict[str, Any]:
+    def read(self, values: Settings) -> Settings:
         what = values.get("what", _PARTS)
         what = (what,) if isinstance(what, str) else tuple(what)
         if not what or any(part not in _PARTS for part in what):
             raise self.bad("what", values.get("what"), "'params', 'optimizer' or both")
         values["what"] = tuple(part for part in _PARTS if part in what)
-        if not isinstance(values.get("pin_memory", True), bool):
-            raise self.bad("pin_memory", values["pin_memory"], "True or False")
         return values
 
     def check(self, config: OffloadConfig, site: Site) -> None:
-        is_sharded = any(name in site.names for name in _SHARDED)
+        is_sharded = not SHARDING.isdisjoint(site.names)
         if is_sharded and config.what != _PARTS:
             raise ConflictError(
                 f"cpu_offload: what={list(config.what)!r}, but under sharding parameters and optimizer state move to the host together. "
@@ -88,40 +82,32 @@ class CpuOffload(Method):
             )
         if not is_sharded and "optimizer" not in config.what:
             raise ConflictError(
-                "cpu_offload: what=['params'] needs sharding, which copies the parameters of each block to the "
-                "device when it runs. Add fsdp, or "
-                "offload 'optimizer'."
+                "cpu_offload: what=['params'] needs sharding, which copies the parameters of each block to the device when it runs. "
+                "Add fsdp, or offload 'optimizer'."
             )
 
     def apply(self, ctx: "Application", config: OffloadConfig) -> None:
-        if any(name in ctx.plan.site.names for name in _SHARDED):
+        if not SHARDING.isdisjoint(ctx.plan.site.names):
             return  # sharding has put everything on the host already
         if ctx.recipe is None:
             ctx.note("cpu_offload: there is no optimizer to offload")
             return
         if "params" in config.what:
             ctx.note("cpu_offload: parameters stay on the device, because the plan does not shard them")
+
+        def on_host(inner: Any, groups: object, settings: Settings) -> Optimizer:
+            pins = pins_memory(ctx, config)
+            masters = {
+                id(p): nn.Parameter(host_copy(p, p.dtype, pins), requires_grad=p.requires_grad)
+                for p in ctx.model.parameters()
+            }
+            return with_master_weights(inner, masters, groups, settings)
+
         half = ctx.plan.config("half")
         if half is None or not half.master_weights:  # else its float32 copies are those on the host
-            ctx.recipe_changes.append(lambda recipe: _train_on_host(recipe, ctx, config))
+            ctx.recipe_changes.append(lambda recipe: recipe.wrap(on_host))
 
 
 def pins_memory(ctx: "Application", config: OffloadConfig) -> bool:
     """Return whether a plan pins its host copies. That needs a device that reads them."""
     return config.pin_memory and ctx.device.type == "cuda"
-
-
-def _train_on_host(recipe: OptimizerRecipe, ctx: "Application", config: OffloadConfig) -> None:
-    """Let the recipe make an optimizer of copies on the host."""
-    inner = recipe.build
-
-    def build(groups: object, **settings: object) -> Any:
-        masters = {
-            id(parameter): nn.Parameter(
-                host_copy(parameter, parameter.dtype, pins_memory(ctx, config)), requires_grad=parameter.requires_grad
-            )
-            for parameter in ctx.model.parameters()
-        }
-        return with_master_weights(inner, masters, groups, settings)
-
-    recipe.build, recipe.is_changed = build, True

@@ -4,14 +4,15 @@ A mesh with both `zero` and `data` axes shards along `zero` and replicates along
 ZeRO-1 keeps whole parameters and splits the optimizer state alone (Rajbhandari et al., 2020, arXiv 1910.02054).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConfigError, ConflictError, MethodConfigError
+from drivetrain.core.types import Settings
+from drivetrain.module.blocks import select_modules
 from drivetrain.module.optimizers import split_optimizer
 from drivetrain.module.sharding import shard_fully
 from drivetrain.runtime.ranks import data_group
@@ -21,12 +22,11 @@ from drivetrain.strategy.method import Method, NoConfig, Option, Site, Stage, as
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from drivetrain.strategy.apply import Application
-    from drivetrain.strategy.effects import Effects
-    from drivetrain.strategy.search.candidates import Candidate
-    from drivetrain.strategy.search.space import SearchScope
+    from drivetrain.strategy.method import Application, Candidate, Effects, SearchScope
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SHARDING = frozenset({"fsdp", "zero2"})
+"""The methods that split parameters over data ranks."""
+_SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class FsdpConfig:
     """Classes or names of modules whose parameters are not sharded."""
     reshard_after_forward: bool | int = True
     """Whether gathered parameters are freed between forward and backward; an int reshards to that many ranks."""
-    reduce_dtype: str = "float32"
+    reduce_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     cpu_offload: bool = False
     """Whether parameters, gradients and optimizer state are in host memory."""
     param_init_fn: Any = None
@@ -84,7 +84,7 @@ class Fsdp(Method):
     def on_host(self, config: Any, is_sharded: bool) -> tuple[str, ...]:
         return ("params", "grads", "optimizer") if config.cpu_offload else ()
 
-    def read(self, values: dict[str, Any]) -> dict[str, Any]:
+    def read(self, values: Settings) -> Settings:
         for key in ("wrap", "ignored"):
             if key in values:
                 values[key] = as_selectors(values[key])
@@ -97,22 +97,14 @@ class Fsdp(Method):
         if not (isinstance(reshard, bool) or is_whole(reshard)):
             raise self.bad("reshard_after_forward", reshard, "True, False or a number of ranks")
         if "reduce_dtype" in values:
-            values["reduce_dtype"] = self._read_dtype(values["reduce_dtype"])
-        if not isinstance(values.get("cpu_offload", False), bool):
-            raise self.bad("cpu_offload", values["cpu_offload"], "True or False")
+            name = str(values["reduce_dtype"]).removeprefix("torch.")
+            values["reduce_dtype"] = _SHORT_NAMES.get(name, name)
         init = values.get("param_init_fn")
         if init is not None and not callable(init):
             raise MethodConfigError(
                 f"{self.name}: param_init_fn={init!r} is not a function. A plan file cannot store one; pass the plan as a list."
             )
         return values
-
-    def _read_dtype(self, value: object) -> str:
-        name = str(value).removeprefix("torch.")
-        name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(name, name)
-        if name not in DTYPES:
-            raise self.bad("reduce_dtype", value, ", ".join(DTYPES))
-        return name
 
     def is_redundant(self, config: Any, site: Site) -> str | None:
         offloads = config.cpu_offload or "cpu_offload" in site.names
@@ -123,29 +115,12 @@ class Fsdp(Method):
         return super().is_redundant(config, site)
 
     def check(self, config: FsdpConfig, site: Site) -> None:
-        if site.model is None:
-            return
-        from drivetrain.module.blocks import select_modules
-
-        try:
-            for value in (config.wrap, *config.ignored):
-                if not (isinstance(value, int) or value == "auto"):
-                    select_modules(site.model, selected(site.model, value), where=self.name)
-        except MethodConfigError:
-            raise
-        except ConfigError as error:
-            raise MethodConfigError(str(error)) from error
+        for value in (config.wrap, *config.ignored):
+            if site.model is not None and not isinstance(value, int) and value != "auto":
+                self.select(site.model, value)
 
     def apply(self, ctx: "Application", config: FsdpConfig) -> None:
-        shard_over_data(
-            ctx,
-            wrap=selected(ctx.model, config.wrap),
-            ignored=selected(ctx.model, config.ignored),
-            reshard_after_forward=config.reshard_after_forward,
-            reduce_dtype=DTYPES[config.reduce_dtype],
-            cpu_offload=config.cpu_offload,
-            param_init_fn=config.param_init_fn,
-        )
+        shard_over_data(ctx, config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,26 +139,16 @@ class Zero2(Fsdp):
     why = "gradients and optimizer state are split over ranks"
 
 
-def shard_over_data(
-    ctx: "Application",
-    *,
-    wrap: Any = "auto",
-    ignored: Any = (),
-    reshard_after_forward: bool | int = True,
-    reduce_dtype: torch.dtype = torch.float32,
-    cpu_offload: bool = False,
-    param_init_fn: Any = None,
-) -> None:
+def shard_over_data(ctx: "Application", config: FsdpConfig) -> None:
     """Shard the model over the data axes of the mesh. A requested precision becomes the mixed-precision policy."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-    from drivetrain.module.blocks import select_modules
     from drivetrain.module.pipeline_parts import StagePart
     from drivetrain.strategy.snapshot import materialise
 
     axes = [axis for axis in ("data", "zero") if ctx.plan.site.axis(axis) > 1]
     mesh = shard_mesh(ctx.mesh, axes, has_sequence=ctx.plan.site.axis("sequence") > 1)
-    dtype = ctx.autocast_dtype
+    dtype, reduce_dtype = ctx.autocast_dtype, getattr(torch, config.reduce_dtype)
     if reduce_dtype is torch.float32 and any(p.dtype is torch.float64 for p in ctx.model.parameters()):
         reduce_dtype = torch.float64  # at least the type of what is reduced
     policy = MixedPrecisionPolicy(
@@ -192,21 +157,22 @@ def shard_over_data(
     ctx.autocast_dtype = None  # the policy casts; autocast would do it again
     if isinstance(ctx.model, StagePart):
         ctx.model.compute_dtype = dtype
-    settings: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
+    settings: dict[str, Any] = {"reshard_after_forward": config.reshard_after_forward}
     offload = ctx.plan.config("cpu_offload")
-    cpu_offload = cpu_offload or offload is not None
+    cpu_offload = config.cpu_offload or offload is not None
     if cpu_offload:
         pins = ctx.device.type == "cuda" and (offload is None or offload.pin_memory)
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=pins)
-    if ignored:
-        modules = [module for _, module in select_modules(ctx.model, list(ignored), where="ignored")]
-        settings["ignored_params"] = {p for module in modules for p in module.parameters()}
+    if config.ignored:
+        modules = select_modules(ctx.model, selected(ctx.model, config.ignored), where="ignored")
+        settings["ignored_params"] = {p for _, module in modules for p in module.parameters()}
         for parameter in settings["ignored_params"]:
             parameter.data = parameter.data.to(ctx.device)
     is_meta = any(parameter.is_meta for parameter in ctx.model.parameters())
+    wrap = selected(ctx.model, config.wrap)
     ctx.model = shard_fully(ctx.model, mesh, wrap=wrap, mixed_precision=policy, **settings)
     if is_meta:
-        materialise(ctx.model, ctx.device if not cpu_offload else torch.device("cpu"), param_init_fn)
+        materialise(ctx.model, ctx.device if not cpu_offload else torch.device("cpu"), config.param_init_fn)
     for buffer in ctx.model.buffers():
         buffer.data = buffer.data.to(ctx.device)
 
@@ -275,14 +241,8 @@ class Zero1(Method):
             )
 
     def apply(self, ctx: "Application", config: NoConfig) -> None:
-        recipe = ctx.recipe
-        if recipe is None:
+        if ctx.recipe is None:
             raise ConflictError(
                 "zero1 splits the optimizer's state, but there is no optimizer. Pass optim_func, or remove zero1."
             )
-        inner: Callable[..., Optimizer] = recipe.build
-
-        def build(groups: object, **settings: object) -> Optimizer:
-            return split_optimizer(inner, groups, settings, data_group())
-
-        recipe.build, recipe.is_changed = build, True
+        ctx.recipe.wrap(lambda inner, groups, settings: split_optimizer(inner, groups, settings, data_group()))

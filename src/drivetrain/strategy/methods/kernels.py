@@ -14,13 +14,11 @@ from drivetrain.runtime.device import usable_cpus
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.strategy.effects import UNFUSED_UPDATE
-from drivetrain.strategy.method import Method, NoConfig, Option, Site, Stage, is_whole
+from drivetrain.strategy.method import Method, NoConfig, Option, Positive, Site, Stage
+from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import Application
-    from drivetrain.strategy.effects import Effects
-    from drivetrain.strategy.search.candidates import Candidate
-    from drivetrain.strategy.search.space import SearchScope
+    from drivetrain.strategy.method import Application, Candidate, Effects, SearchScope
 
 
 class ChannelsLast(Method):
@@ -32,6 +30,7 @@ class ChannelsLast(Method):
         ("fsdp", "zero2"), "Sharding needs parameters that are contiguous, and kernels of this layout are not."
     )
     why = "convolutions read all channels of a pixel together"
+    short_label = "channels last"
 
     def options(self, scope: "SearchScope") -> list[Option]:
         return self.flag_options(scope, scope.profile.has_convolution)
@@ -46,9 +45,6 @@ class ChannelsLast(Method):
     def affect(self, effects: "Effects", config: NoConfig) -> None:
         effects.is_channels_last = True
 
-    def label(self, config: NoConfig) -> str:
-        return "channels last"
-
     def check(self, config: NoConfig, site: Site) -> None:
         axis = next((name for name in ("tensor", "pipe") if site.axis(name) > 1), None)
         if axis is not None and site.axis("data") * site.axis("zero") > 1:
@@ -56,9 +52,8 @@ class ChannelsLast(Method):
                 f"channels_last and data ranks with a {axis!r} axis cannot be used together: gradients are averaged by sharding there, "
                 "which needs parameters that are contiguous, and kernels of this layout are not. Remove channels_last."
             )
-        if site.model is None:
-            return
-        if not any(isinstance(module, nn.Conv2d | nn.Conv3d) for module in site.model.modules()):
+        convolutions = nn.Conv2d | nn.Conv3d
+        if site.model is not None and not any(isinstance(module, convolutions) for module in site.model.modules()):
             raise UnsupportedMethodError(
                 f"channels_last: {type(site.model).__name__} has no Conv2d or Conv3d, so there is no layout to change. Remove it."
             )
@@ -72,7 +67,6 @@ class ChannelsLast(Method):
 _SMALL_WORLD = 8
 """Up to here a search compares it with an update that is not fused; beyond, the mesh alone makes enough candidates."""
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-
 _FUSED_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 """Those whose kernel takes parameters that are split over ranks."""
 
@@ -82,6 +76,7 @@ class FusedOptimizer(Method):
 
     name, group, stage = "fused_optimizer", "optimizer", Stage.OPTIMIZER
     why = "the update runs in one kernel"
+    short_label = "fused"
     is_minor = is_simple = sets_update_loop = leaves_no_trace = True
 
     def options(self, scope: "SearchScope") -> list[Option]:
@@ -96,24 +91,16 @@ class FusedOptimizer(Method):
         effects.update_passes /= UNFUSED_UPDATE
         effects.update_temporary = 0.0
 
-    def label(self, config: NoConfig) -> str:
-        return "fused"
-
     def apply(self, ctx: "Application", config: NoConfig) -> None:
         recipe = ctx.recipe
         if recipe is None:
             ctx.note("fused_optimizer: there is no optimizer")
             return
-        chosen = [key for key in ("fused", "foreach") if recipe.settings.get(key) is not None]
-        parameters = [p for p in ctx.model.parameters() if p.requires_grad]
         name = getattr(recipe.build, "__name__", repr(recipe.build))
-        if chosen:
-            ctx.note(f"fused_optimizer: unchanged, because {chosen[0]} was given")
-        elif len({is_dtensor(parameter) for parameter in parameters}) > 1:
-            ctx.note("fused_optimizer: unchanged, because some parameters are split over ranks and others are not")
-        elif problem := _no_kernel(ctx.model):
+        fused = _FUSED_SHARDED if any(is_dtensor(p) for p in ctx.model.parameters() if p.requires_grad) else _FUSED
+        if problem := _why_unchanged(recipe, ctx.model):
             ctx.note(f"fused_optimizer: unchanged, because {problem}")
-        elif recipe.build in (_FUSED_SHARDED if any(map(is_dtensor, parameters)) else _FUSED):
+        elif recipe.build in fused:
             recipe.settings["fused"], recipe.is_changed = True, True
         elif isinstance(recipe.build, type) and "foreach" in inspect.signature(recipe.build).parameters:
             recipe.settings["foreach"], recipe.is_changed = True, True
@@ -122,8 +109,13 @@ class FusedOptimizer(Method):
             ctx.note(f"fused_optimizer: unchanged, because {name} has neither a fused nor a foreach form")
 
 
-def _no_kernel(model: nn.Module) -> str | None:
-    """Return why no fused kernel takes the parameters of a model, None where it may."""
+def _why_unchanged(recipe: OptimizerRecipe, model: nn.Module) -> str | None:
+    """Return why neither form of the update can be chosen for a model, or None."""
+    for key in ("fused", "foreach"):
+        if recipe.settings.get(key) is not None:
+            return f"{key} was given"
+    if len({is_dtensor(parameter) for parameter in model.parameters() if parameter.requires_grad}) > 1:
+        return "some parameters are split over ranks and others are not"
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not parameter.is_floating_point():
             return f"the parameter {name} is {parameter.dtype}"
@@ -135,7 +127,7 @@ def _no_kernel(model: nn.Module) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class CpuThreadsConfig:
-    threads: int | None = None
+    threads: Positive | None = None
     """Threads of each process; None: this process's share of the CPUs that it may use."""
 
 
@@ -172,12 +164,6 @@ class CpuThreads(Method):
 
     def label(self, config: CpuThreadsConfig) -> str:
         return f"threads {config.threads}"
-
-    def read(self, values: dict[str, Any]) -> dict[str, Any]:
-        given = values.get("threads")
-        if given is not None and not is_whole(given):
-            raise self.bad("threads", given, "a whole number of at least 1, or None for this process's share")
-        return values
 
     def requires(self, profile: object, device: torch.device, world: int) -> str | None:
         return None if device.type == "cpu" else f"operations run on {device.type}, not on the CPU's threads"

@@ -2,24 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from drivetrain.strategy.method import Method, Stage, is_whole
+from drivetrain.core.types import Settings
+from drivetrain.strategy.method import Method, Positive, Stage
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import Application
-    from drivetrain.strategy.batching import BatchSplit
-    from drivetrain.strategy.search.candidates import Candidate
-    from drivetrain.strategy.search.space import SearchScope
+    from drivetrain.strategy.method import Application, BatchSplit, Candidate, SearchScope
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchConfig:
-    size: int | None = None
+    size: Positive | None = None
     """Samples of one forward pass on one rank; None: what the accumulation leaves, or the whole part."""
-    accumulation: int | None = None
+    accumulation: Positive | None = None
     """Forward passes before an update; None: what the size requires."""
 
 
@@ -44,7 +42,7 @@ class MicroBatch(Method):
             return [(per_rank, 1)]
         return [(size, per_rank // size) for size in range(per_rank, 0, -1) if per_rank % size == 0]
 
-    def implied(self, candidate: "Candidate") -> dict[str, Any] | None:
+    def implied(self, candidate: "Candidate") -> Settings | None:
         return {"size": candidate.micro} if candidate.accumulation > 1 else None
 
     def scaled_to(
@@ -55,19 +53,14 @@ class MicroBatch(Method):
     def batch_split(self, config: MicroBatchConfig) -> tuple[int | None, int | None]:
         return config.size, config.accumulation
 
-    def read(self, values: dict[str, Any]) -> dict[str, Any]:
-        if values.get("size") == "auto":
-            values["size"] = None  # without a search: one forward pass
-        for key in ("size", "accumulation"):
-            if values.get(key) is not None and not is_whole(values[key]):
-                raise self.bad(
-                    key, values[key], "a whole number of at least 1" + (", or 'auto'" if key == "size" else "")
-                )
-        return values
+    def read(self, values: Settings) -> Settings:
+        size = values.get("size")
+        if isinstance(size, str) and size != "auto":
+            raise self.bad("size", size, "a whole number of at least 1, or 'auto'")
+        return {**values, "size": None} if size == "auto" else values  # without a search: one forward pass
 
     def apply(self, ctx: "Application", config: MicroBatchConfig) -> None:
-        splits = config.size is not None or config.accumulation is not None
-        if splits and any(isinstance(module, _BatchNorm) for module in ctx.model.modules()):
+        if config != MicroBatchConfig() and any(isinstance(module, _BatchNorm) for module in ctx.model.modules()):
             ctx.note("micro_batch: batch norms take their statistics from each micro-batch, not from the whole batch")
 
     def reason(self, config: MicroBatchConfig) -> str:

@@ -5,19 +5,20 @@ input against the original. Names and state-dict keys stay.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import ConfigError, ConfigTypeError, MethodConfigError, unknown_name
+from drivetrain.core.types import Settings
 from drivetrain.module.surgery import replace_module_classes
 from drivetrain.module.wrapping import GeneratedClass, subclass_of
-from drivetrain.strategy.method import Method, Stage
+from drivetrain.strategy.method import Method, Stage, config_errors
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import Application
+    from drivetrain.strategy.method import Application
 
 _ATTENTION = "sdpa"
 
@@ -47,29 +48,26 @@ class ModuleReplace(Method):
             config = {"pairs": config} if config else None
         return super().parse(config)
 
-    def read(self, values: dict[str, Any]) -> dict[str, Any]:
-        valid = [_ATTENTION, *pair_names()]
-        pairs = values.get("pairs")
-        if pairs is None:
+    def read(self, values: Settings) -> Settings:
+        if values.get("pairs") is None:
             return values
-        for name, _ in pairs:
+        valid = [_ATTENTION, *_pairs]
+        for name, _ in values["pairs"]:
             if name not in valid:
                 raise MethodConfigError(unknown_name("pair", name, valid, where=self.name))
-        values["pairs"] = tuple((name, kwargs or ()) for name, kwargs in pairs)
-        return values
+        return {"pairs": tuple((name, kwargs or ()) for name, kwargs in values["pairs"])}
 
     def apply(self, ctx: "Application", config: ModuleReplaceConfig) -> None:
         wanted = None if config.pairs is None else {name: dict(kwargs) for name, kwargs in config.pairs}
-        attention: tuple[list[str], list[str]] = ([], [])
+        names: list[str] = []
+        remarks: list[str] = []
         if wanted is None or wanted.pop(_ATTENTION, None) is not None:
-            attention = fuse_attention(ctx.model, ctx.sample)
-        try:
-            replaced, remarks = replace_pairs(ctx.model, wanted)
-        except ConfigError as error:
-            raise MethodConfigError(str(error)) from error
-        names = [*attention[0], *replaced]
+            names, remarks = fuse_attention(ctx.model, ctx.sample)
+        with config_errors():
+            replaced, more = replace_pairs(ctx.model, wanted)
+        names += replaced
         ctx.note(f"module_replace: {len(names)} replaced" + (f" ({', '.join(names[:4])}…)" if names else ""))
-        for remark in (*attention[1], *remarks):
+        for remark in remarks + more:
             ctx.note(f"module_replace: {remark}")
 
 
@@ -97,8 +95,8 @@ class ReplacePair:
 @dataclass(frozen=True)
 class _Registered:
     pair: ReplacePair
-    kwargs: Mapping[str, object] = field(default_factory=dict)
-    supported_dtypes: Sequence[torch.dtype] = FLOATS
+    kwargs: Mapping[str, object]
+    supported_dtypes: frozenset[torch.dtype]
 
 
 _pairs: dict[str, _Registered] = {}
@@ -117,23 +115,12 @@ def register_replace_pair(
             raise ConfigTypeError(f"register_replace_pair({pair_name!r}): expected a class derived from ReplacePair.")
         if pair_name in _pairs:
             raise ConfigError(f"register_replace_pair: a pair named {pair_name!r} already exists.")
-        _pairs[pair_name] = _Registered(cls(), dict(kwargs or {}), tuple(supported_dtypes))
+        _pairs[pair_name] = _Registered(cls(), dict(kwargs or {}), frozenset(supported_dtypes))
         return cls
 
     if pair_cls is not None:
         register(pair_cls)
     return register
-
-
-def pair_names() -> list[str]:
-    """Return the names of all pairs."""
-    return list(_pairs)
-
-
-def check_pair(name: str) -> None:
-    """Raise for the name of an unknown pair."""
-    if name not in _pairs:
-        raise ConfigError(unknown_name("pair", name, _pairs, where="module_replace"))
 
 
 def replace_pairs(
@@ -144,41 +131,45 @@ def replace_pairs(
     replaced: list[str] = []
     remarks: list[str] = []
     for pair_name, kwargs in wanted.items():
-        check_pair(pair_name)
+        if pair_name not in _pairs:
+            raise ConfigError(unknown_name("pair", pair_name, _pairs, where="module_replace"))
         registered = _pairs[pair_name]
-        names = {module: name for name, module in model.named_modules()}
-
-        def decide(module: nn.Module, index: int) -> nn.Module | None:
-            if not registered.pair.matches(module):  # noqa: B023 (called inside this turn of the loop)
-                return None
-            name = names[module]  # noqa: B023
-            new, remark = _verified(registered, module, {**registered.kwargs, **kwargs})  # noqa: B023
-            if remark:
-                remarks.append(f"{name}: {remark}")
-            elif new is not None:
-                replaced.append(name)
-            return new
-
-        replace_module_classes(model, {nn.Module: decide})
+        new_modules: dict[nn.Module, nn.Module] = {}
+        for name, module in model.named_modules():
+            if name and registered.pair.matches(module):
+                new, remark = _verified(registered, module, kwargs)
+                if remark:
+                    remarks.append(f"{name}: {remark}")
+                elif new is not None:
+                    replaced.append(name)
+                    new_modules[module] = new
+        replace_module_classes(model, {nn.Module: lambda old, _: new_modules.get(old)})  # noqa: B023 (called here)
     return replaced, remarks
 
 
 def _verified(registered: _Registered, module: nn.Module, kwargs: Mapping[str, object]) -> tuple[nn.Module | None, str]:
     dtypes = {parameter.dtype for parameter in module.parameters()}
-    if dtypes - set(registered.supported_dtypes):
+    if dtypes - registered.supported_dtypes:
         return None, f"not replaced, because its type {dtypes} is not supported by the replacement"
-    new = registered.pair.replace(module, **kwargs)
+    new = registered.pair.replace(module, **{**registered.kwargs, **kwargs})
     sample = None if new is None else registered.pair.sample(module)
     if new is None or sample is None:
         return new, ""
     with torch.no_grad():
         expected, given = module(*sample), new(*sample)
-    if not (isinstance(given, Tensor) and isinstance(expected, Tensor) and given.shape == expected.shape):
+    error = _relative_error(expected, given) if isinstance(expected, Tensor) else None
+    if error is None:
         return None, "not replaced, because the replacement returns outputs of another form"
-    error = (given.float() - expected.float()).abs().max().item() / max(1.0, expected.float().abs().max().item())
     if not error <= _TOLERANCE:
         return None, f"not replaced, because the replacement differs by {error:.1e}"
     return new, ""
+
+
+def _relative_error(expected: Tensor, given: object) -> float | None:
+    """Return the largest difference, relative to the largest value; None for something else than a tensor of the same shape."""
+    if not isinstance(given, Tensor) or given.shape != expected.shape:
+        return None
+    return (given.float() - expected.float()).abs().max().item() / max(1.0, expected.float().abs().max().item())
 
 
 class _RmsNorm(ReplacePair):
@@ -186,15 +177,9 @@ class _RmsNorm(ReplacePair):
 
     def matches(self, module: nn.Module) -> bool:
         weight = module._parameters.get("weight")
-        return (
-            list(module._parameters) == ["weight"]
-            and not module._modules
-            and not module._buffers
-            and weight is not None
-            and weight.ndim == 1
-            and "rms" in type(module).__name__.lower()
-            and not isinstance(module, nn.RMSNorm)
-        )
+        is_one_vector = weight is not None and weight.ndim == 1 and len(module._parameters) == 1
+        is_named = "rms" in type(module).__name__.lower() and not isinstance(module, nn.RMSNorm)
+        return is_one_vector and is_named and not module._modules and not module._buffers
 
     def replace(self, module: nn.Module, **kwargs: Any) -> nn.Module | None:
         weight = module._parameters["weight"]
@@ -264,11 +249,9 @@ def fuse_attention(model: nn.Module, run: Callable[[nn.Module], object] | None) 
 def _largest_difference(expected: object, given: object) -> float:
     from torch.utils._pytree import tree_leaves
 
-    pairs = [(a, b) for a, b in zip(tree_leaves(expected), tree_leaves(given)) if isinstance(a, Tensor)]
-    errors = [0.0]
-    for a, b in pairs:
-        if not isinstance(b, Tensor) or a.shape != b.shape:
-            return float("inf")
-        if a.is_floating_point():
-            errors.append((a.float() - b.float()).abs().max().item() / max(1.0, a.float().abs().max().item()))
-    return max(errors)
+    largest = 0.0
+    for a, b in zip(tree_leaves(expected), tree_leaves(given)):
+        if isinstance(a, Tensor) and (a.is_floating_point() or not isinstance(b, Tensor) or a.shape != b.shape):
+            error = _relative_error(a, b)
+            largest = max(largest, float("inf") if error is None else error)
+    return largest

@@ -2,26 +2,23 @@
 
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from drivetrain.core.errors import MethodConfigError, unknown_name
+from drivetrain.core.types import Settings
 from drivetrain.module.compilation import GraphBreaks, compile_loss, compile_module, forget_shapes
 from drivetrain.strategy.effects import Kernels
 from drivetrain.strategy.method import Method, NoConfig, Option, Site, Stage
+from drivetrain.strategy.methods.fsdp import SHARDING
 from drivetrain.strategy.registry import method_names
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import Application
-    from drivetrain.strategy.effects import Effects
-    from drivetrain.strategy.search.candidates import Candidate
-    from drivetrain.strategy.search.space import SearchScope
+    from drivetrain.strategy.method import Application, Candidate, Effects, SearchScope
 
-_SCOPES = ("auto", "block", "model")
 _FUSED = Kernels(traffic=0.3, launches=0.25)
 """What fusion leaves of eager traffic and launches; priors until a trial has corrected them. With the rates measured there (644 TFLOP/s in
 bfloat16, 3.8 TB/s) they give 119 and 170 ms for a step of GPT-2 124M, 64 x 1,024 tokens, on an H200; measured were 121 compiled and 172
@@ -30,7 +27,7 @@ in eager mode (torch 2.11, three steps each)."""
 
 @dataclass(frozen=True, kw_only=True)
 class CompileConfig:
-    scope: str = "auto"
+    scope: Literal["auto", "block", "model"] = "auto"
     """`model`, `block`, or `auto`: the whole model on one device or in DDP, blocks under sharding and tensor parallelism."""
     backend: str = "inductor"
     mode: str | None = None
@@ -90,17 +87,7 @@ class NativeDynamo(Method):
     def label(self, config: CompileConfig) -> str:
         return "compile" if config.scope == "model" else "compile blocks"
 
-    def read(self, values: dict[str, Any]) -> dict[str, Any]:
-        if values.get("scope", "auto") not in _SCOPES:
-            raise MethodConfigError(unknown_name("scope", values["scope"], _SCOPES, where=self.name))
-        for key in ("backend", "mode"):
-            if values.get(key) is not None and not isinstance(values[key], str):
-                raise self.bad(key, values[key], "a name")
-        for key in ("fullgraph", "include_loss", "allow_tf32"):
-            if not isinstance(values.get(key, False), bool):
-                raise self.bad(key, values[key], "True or False")
-        if values.get("dynamic") not in (True, False, None):
-            raise self.bad("dynamic", values["dynamic"], "True, False or None")
+    def read(self, values: Settings) -> Settings:
         budget = values.get("activation_memory_budget", 1.0)
         if not isinstance(budget, int | float) or isinstance(budget, bool) or not 0 <= budget <= 1:
             raise self.bad("activation_memory_budget", budget, "a share between 0 and 1")
@@ -113,12 +100,12 @@ class NativeDynamo(Method):
             raise MethodConfigError(unknown_name("backend", config.backend, known, where=self.name))
 
     def stage_of(self, config: CompileConfig, site: Site) -> Stage:
-        shards = any(name in site.names for name in ("fsdp", "zero2", "tensor_parallel", "pipeline_parallel"))
-        by_block = config.scope == "block" or (config.scope == "auto" and shards)
+        is_split = not site.names.isdisjoint({*SHARDING, "tensor_parallel", "pipeline_parallel"})
+        by_block = config.scope == "block" or (config.scope == "auto" and is_split)
         return Stage.COMPILE_BLOCKS if by_block else Stage.COMPILE_MODEL
 
     def apply(self, ctx: "Application", config: CompileConfig) -> None:
-        settings: dict[str, Any] = {"backend": config.backend, "fullgraph": config.fullgraph}
+        settings: Settings = {"backend": config.backend, "fullgraph": config.fullgraph}
         settings |= {key: value for key in ("mode", "dynamic") if (value := getattr(config, key)) is not None}
         if "cuda_graphs" in ctx.plan.site.names:
             settings["mode"] = "reduce-overhead"
@@ -136,27 +123,24 @@ class NativeDynamo(Method):
         if whole and config.include_loss and ctx.plan.config("chunked_cross_entropy") is None:
             ctx.loss_changes.append(lambda loss_func: compile_loss(loss_func, **settings))
         breaks = GraphBreaks()
-
-        def report_breaks(loss_func: object) -> Any:
-            if isinstance(loss_func, nn.Module):
-                return loss_func  # a module stays one: it may have parameters that somebody saves or moves
-            return _AfterFirst(loss_func, lambda: ctx.note(f"compile: {breaks.report()}"))
-
-        ctx.loss_changes.append(report_breaks)
+        # A module stays one: it may have parameters that somebody saves or moves.
+        ctx.loss_changes.append(
+            lambda loss_func: loss_func if isinstance(loss_func, nn.Module) else _ReportBreaks(loss_func, breaks, ctx)
+        )
 
 
-class _AfterFirst:
-    """A loss function that calls something once, after its first call: by then model and loss are compiled."""
+class _ReportBreaks:
+    """A loss function that notes the graph breaks after its first call: by then model and loss are compiled."""
 
-    def __init__(self, loss_func: Any, then: Callable[[], None]):
-        self.loss_func, self.then = loss_func, then
+    def __init__(self, loss_func: Any, breaks: GraphBreaks, ctx: "Application"):
+        self.loss_func, self.breaks, self.ctx = loss_func, breaks, ctx
         self.is_first = True
 
     def __call__(self, *args: Any) -> Any:
         result = self.loss_func(*args)
         if self.is_first:
             self.is_first = False
-            self.then()
+            self.ctx.note(f"compile: {self.breaks.report()}")
         return result
 
 
@@ -170,6 +154,7 @@ class CudaGraphs(Method):
 
     name, group, stage = "cuda_graphs", "dynamo", Stage.MESH
     why = "kernels are replayed without launch cost; batches must have one shape"
+    short_label = "graphs"
     compiles = records_kernels = True
     warm_up_steps = 1
     not_simulated = "there is nothing to record on fake tensors"
@@ -187,13 +172,10 @@ class CudaGraphs(Method):
     def affect(self, effects: "Effects", config: NoConfig) -> None:
         effects.is_recorded = True
 
-    def label(self, config: NoConfig) -> str:
-        return "graphs"
-
     def requires(self, profile: object, device: torch.device, world: int) -> str | None:
         return None if device.type == "cuda" else "it needs a CUDA device"
 
-    def expand(self, config: NoConfig) -> dict[str, Any]:
+    def expand(self, config: NoConfig) -> Settings:
         """Return the method itself and the compiler whose kernels it records."""
         return {self.name: None, NativeDynamo.name: None}
 

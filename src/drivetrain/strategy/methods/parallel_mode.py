@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from drivetrain.core.errors import MethodConfigError, StrategyError, UnsupportedMethodError, unknown_name
+from drivetrain.core.types import Settings
 from drivetrain.strategy.mesh import AXES, AXIS_ALIASES, Axes
-from drivetrain.strategy.method import Method, Site, Stage, is_whole
+from drivetrain.strategy.method import Method, Positive, Site, Stage, is_whole
 from drivetrain.strategy.registry import find_method
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import Application
-    from drivetrain.strategy.batching import BatchSplit
-    from drivetrain.strategy.search.candidates import Candidate
+    from drivetrain.strategy.method import Application, BatchSplit, Candidate
 
 _METHOD_OF_AXIS = {"pipe": "pipeline_parallel", "sequence": "sequence_parallel", "tensor": "tensor_parallel"}
 """Axes that only one method can use: without it, a mesh with more than one rank along them could not train."""
@@ -35,7 +34,7 @@ class ParallelModeConfig:
     """Whether every step uses the same parameters, so that DDP needs to find them only once."""
     find_unused_parameters: bool = False
     """Whether the loss of a step may not use some parameters; DDP then searches for them in every step."""
-    bucket_cap_mb: int | None = None
+    bucket_cap_mb: Positive | None = None
     """Size of DDP's gradient buckets; None for torch's default."""
 
 
@@ -48,7 +47,7 @@ class ParallelMode(Method):
     lays_out_mesh = stays_idle = leaves_no_trace = True
     why = "each process takes its share of the global batch"
 
-    def implied(self, candidate: "Candidate") -> dict[str, Any] | None:
+    def implied(self, candidate: "Candidate") -> Settings | None:
         if candidate.world == 1:
             return None
         axes = candidate.axes()
@@ -74,7 +73,7 @@ class ParallelMode(Method):
             config = {"axes": config[0] or (), "rank_order": config[1] if len(config) > 1 else None}
         return super().parse(config)
 
-    def read(self, values: dict[str, Any]) -> dict[str, Any]:
+    def read(self, values: Settings) -> Settings:
         if "axes" in values:
             values["axes"] = self._read_axes(values["axes"] or ())
         order = values.get("rank_order")
@@ -82,11 +81,6 @@ class ParallelMode(Method):
             not isinstance(order, tuple) or sorted(map(str, order)) != sorted(map(str, range(len(order))))
         ):
             raise self.bad("rank_order", order, "every rank from 0, once")
-        for key in ("sync_batchnorm", "static_graph", "find_unused_parameters"):
-            if not isinstance(values.get(key, False), bool):
-                raise self.bad(key, values[key], "True or False")
-        if values.get("bucket_cap_mb") is not None and not is_whole(values["bucket_cap_mb"]):
-            raise self.bad("bucket_cap_mb", values["bucket_cap_mb"], "a whole number of MiB, or None")
         return values
 
     def _read_axes(self, pairs: Any) -> Axes:
@@ -122,11 +116,9 @@ class ParallelMode(Method):
     def apply(self, ctx: "Application", config: ParallelModeConfig) -> None:
         if config.sync_batchnorm and ctx.plan.data_ranks > 1:
             ctx.model = nn.SyncBatchNorm.convert_sync_batchnorm(ctx.model)
-        for name in ("static_graph", "find_unused_parameters"):
-            if getattr(config, name):
-                ctx.ddp_settings[name] = True
-        if config.bucket_cap_mb is not None:
-            ctx.ddp_settings["bucket_cap_mb"] = config.bucket_cap_mb
+        for name in ("static_graph", "find_unused_parameters", "bucket_cap_mb"):
+            if value := getattr(config, name):
+                ctx.ddp_settings[name] = value
 
 
 def _is_axes(value: object) -> bool:
@@ -145,7 +137,7 @@ class AutoDdp(Method):
     stays_idle = leaves_no_trace = True
     why = "each process takes its share of the global batch"
 
-    def expand(self, config: object) -> dict[str, Any]:
+    def expand(self, config: object) -> Settings:
         return {"parallel_mode": None}
 
 
@@ -183,7 +175,7 @@ class MixedParallel(Method):
             }
         return super().parse(config)
 
-    def read(self, values: dict[str, Any]) -> dict[str, Any]:
+    def read(self, values: Settings) -> Settings:
         if values.get("parallel_mode") is None:
             raise MethodConfigError(
                 "mixed_parallel: parallel_mode is missing; expected the axes, such as {'parallel_mode': [('tensor', 2), ('pipe', 2), "
@@ -197,17 +189,15 @@ class MixedParallel(Method):
                 )
         return values
 
-    def plain(self, config: MixedParallelConfig) -> dict[str, Any]:
+    def plain(self, config: MixedParallelConfig) -> Settings:
         parts = {key: getattr(config, key) for key in _PARTS}
         return {key: None if part is None else find_method(_PARTS[key]).plain(part) for key, part in parts.items()}
 
-    def expand(self, config: MixedParallelConfig) -> dict[str, Any]:
+    def expand(self, config: MixedParallelConfig) -> Settings:
         axes = {axis for axis, size in config.parallel_mode.axes if size > 1}
-        parts: dict[str, Any] = {"parallel_mode": config.parallel_mode}
-        if "tensor" in axes:
-            parts["tensor_parallel"] = config.tensor_config
-        if "pipe" in axes:
-            parts["pipeline_parallel"] = config.pipe_config
-        if "zero" in axes:
-            parts["fsdp"] = None
-        return parts
+        by_axis = {
+            "tensor": ("tensor_parallel", config.tensor_config),
+            "pipe": ("pipeline_parallel", config.pipe_config),
+        }
+        parts = [part for axis, part in {**by_axis, "zero": ("fsdp", None)}.items() if axis in axes]
+        return {"parallel_mode": config.parallel_mode, **dict(parts)}

@@ -3,11 +3,11 @@
 Each rank keeps the parameters of its own stages only. `result.model(batch)` runs the whole schedule, backward included.
 """
 
+import inspect
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
 
 from drivetrain.core.errors import (
     ConfigError,
@@ -17,24 +17,23 @@ from drivetrain.core.errors import (
     UnsupportedMethodError,
     unknown_name,
 )
-from drivetrain.strategy.method import Method, Option, Site, Stage, is_whole
+from drivetrain.core.types import Settings
+from drivetrain.strategy.method import Method, Option, Positive, Site, Stage, config_errors
+from drivetrain.strategy.methods.fsdp import SHARDING
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import Application
-    from drivetrain.strategy.effects import Effects
-    from drivetrain.strategy.search.candidates import Candidate
-    from drivetrain.strategy.search.space import SearchScope
+    from drivetrain.strategy.method import Application, Candidate, Effects, SearchScope
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
     schedule: str = "auto"
     """`1F1B`, `Interleaved1F1B`, `GPipe`; "auto": interleaved if a rank has several stages, else 1F1B."""
-    microbatches: int | None = None
+    microbatches: Positive | None = None
     """Equal parts of a rank's batch that follow each other through the stages; None: two for each rank of the axis."""
     split: Any = "auto"
     """Modules before which stages begin, by dotted name; "auto": where the work is balanced."""
-    stages: int | None = None
+    stages: Positive | None = None
     """Stages over all ranks, a multiple of the axis; None: as many as `split` implies, else one on each rank, or two if interleaved."""
 
 
@@ -57,6 +56,7 @@ class PipelineParallel(Method):
         "sequence_parallel": "Stages exchange whole sequences. Use one of them.",
     }
     axis: ClassVar[str] = "pipe"
+    short_label = ""  # the mesh names it
     why = "layers are split over the ranks of the pipe axis"
     prevents_simulation = "pipeline stages exchange shapes, which a fake process group cannot do"
 
@@ -81,9 +81,6 @@ class PipelineParallel(Method):
         effects.parameter_ranks *= effects.stages
         effects.holds_gradients = True
 
-    def label(self, config: PipelineConfig) -> str:
-        return ""  # the mesh says it
-
     def sample_multiple(self, config: PipelineConfig, site: Site) -> int:
         return self.microbatches(config, site.axis("pipe"))
 
@@ -91,19 +88,14 @@ class PipelineParallel(Method):
         """Return the number of micro-batches of a pass for a size of the pipe axis."""
         return config.microbatches or 2 * ranks
 
-    def read(self, values: dict[str, Any]) -> dict[str, Any]:
+    def read(self, values: Settings) -> Settings:
         if "schedule" in values and values["schedule"] != "auto":
             from drivetrain.module.pipeline_schedule import read_schedule
 
             if not isinstance(values["schedule"], str):
                 raise self.bad("schedule", values["schedule"], "'auto', '1F1B', 'Interleaved1F1B' or 'GPipe'")
-            try:
+            with config_errors():
                 values["schedule"] = read_schedule(values["schedule"])
-            except ConfigError as error:
-                raise MethodConfigError(str(error)) from error
-        for key in ("microbatches", "stages"):
-            if values.get(key) is not None and not is_whole(values[key]):
-                raise self.bad(key, values[key], "a whole number of at least 1, or None")
         split = values.get("split", "auto")
         if isinstance(split, str) and split != "auto":
             values["split"] = (split,)
@@ -149,7 +141,7 @@ class PipelineParallel(Method):
         elif (schedule == "Interleaved1F1B") != (stages > ranks):
             expected = "Interleaved1F1B" if stages > ranks else "1F1B or GPipe"
             raise self.bad("schedule", schedule, f"{expected} for {stages} stages on {ranks} ranks")
-        return stages, schedule, config.microbatches or 2 * ranks
+        return stages, schedule, self.microbatches(config, ranks)
 
     def apply(self, ctx: "Application", config: PipelineConfig) -> None:
         """Split the model and replace it by this rank's stages."""
@@ -164,10 +156,11 @@ class PipelineParallel(Method):
             raise ConfigError(
                 "pipeline_parallel: a pipeline runs forward and backward together and needs loss_func. Pass it."
             )
-        try:
-            split = split_model(ctx.model, stages, split=config.split, given=_sample_arguments(ctx))
-        except ConfigError as error:
-            raise MethodConfigError(f"pipeline_parallel: {error}") from error
+        seen, given = ctx.sample_arguments(), None
+        if seen is not None:
+            given = inspect.signature(ctx.model.forward).bind(*seen[0], **seen[1]).arguments
+        with config_errors("pipeline_parallel: "):
+            split = split_model(ctx.model, stages, split=config.split, given=given)
         group = ctx.mesh.get_group("pipe")
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         own = range(rank, stages, ranks)
@@ -180,17 +173,12 @@ class PipelineParallel(Method):
                 )
         ctx.whole = ctx.model
         ctx.model = PipelinedModel(
-            ctx.model,
-            split,
-            own,
-            schedule=schedule,
-            microbatches=microbatches,
-            group=group,
-            device=ctx.device,
+            ctx.model, split, own, schedule=schedule, microbatches=microbatches, group=group, device=ctx.device
         )
-        if ctx.recipe is not None:
-            ctx.recipe.is_changed = True  # an optimizer of the whole model holds parameters that are elsewhere now
-            _allow_empty_groups(ctx)
+        if (recipe := ctx.recipe) is not None:
+            recipe.is_changed = True  # an optimizer of the whole model holds parameters that are elsewhere now
+            inner = recipe.groups
+            recipe.groups = lambda model: list(inner(model)) or [{"params": []}]  # a stage may have none of them
         shares = ", ".join(f"{share:.0%}" for share in split.shares)
         ctx.note(
             f"pipeline_parallel: {schedule}, {microbatches} micro-batches, {stages} stages that begin at {', '.join(split.starts)} "
@@ -209,10 +197,10 @@ def _check_methods(ctx: "Application", schedule: str) -> None:
             "pipeline_parallel: interleaved schedules do not support the gradient scaler of float16. Use ('amp_native', 'bf16'), "
             "or one stage on each rank."
         )
-    for name in ("fsdp", "zero2", "checkpoint"):
+    for name, key in {**dict.fromkeys(sorted(SHARDING), "wrap"), "checkpoint": "wrap_class"}.items():
         config = ctx.plan.config(name)
-        chosen = getattr(config, "wrap", None) if name != "checkpoint" else getattr(config, "wrap_class", None)
-        if config is not None and not (chosen == "auto" or isinstance(chosen, int)):
+        chosen = getattr(config, key, "auto")
+        if chosen != "auto" and not isinstance(chosen, int):
             raise ConflictError(
                 f"{name} names modules ({chosen}), but a pipeline stage may have none of them. Use 'auto'."
             )
@@ -232,41 +220,3 @@ def _check_whole_blocks(ctx: "Application", split: Any) -> None:
             raise ConflictError(
                 f"{method} works on whole blocks with pipeline_parallel, and {what}. Use fewer stages, or remove {method}."
             )
-
-
-def _sample_arguments(ctx: "Application") -> dict[str, Any] | None:
-    """Return the arguments of the model's forward for a few samples, by name, or None without data."""
-    import inspect
-
-    if ctx.sample is None:
-        return None
-    seen: dict[str, Any] = {}
-
-    def look(module: nn.Module, args: Any, kwargs: Any) -> None:
-        seen.update(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
-        raise _Seen
-
-    hook = ctx.model.register_forward_pre_hook(look, with_kwargs=True)
-    try:
-        ctx.sample(ctx.model)
-    except _Seen:
-        return seen
-    finally:
-        hook.remove()
-    return None
-
-
-class _Seen(Exception):
-    """Ends a call whose arguments are all that is wanted."""
-
-
-def _allow_empty_groups(ctx: "Application") -> None:
-    """Let parameter groups be empty on ranks whose stages have none of their parameters."""
-    recipe = ctx.recipe
-    assert recipe is not None
-    inner = recipe.groups
-
-    def groups(model: nn.Module) -> list[Any]:
-        return list(inner(model)) or [{"params": []}]
-
-    recipe.groups = groups

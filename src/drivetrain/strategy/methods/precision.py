@@ -4,33 +4,38 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from drivetrain.core.errors import MethodConfigError, UnsupportedMethodError, unknown_name
-from drivetrain.module.fp8 import FORMATS, RECIPES, convert_linears_to_fp8, supports_fp8
+from drivetrain.core.errors import MethodConfigError, UnsupportedMethodError
+from drivetrain.core.types import Settings
+from drivetrain.module.distributed_tensors import is_dtensor, like_sharded, synchronise
+from drivetrain.module.fp8 import Format, Recipe, convert_linears_to_fp8, supports_fp8
 from drivetrain.module.optimizers import host_copy, with_master_weights
-from drivetrain.strategy.method import Method, Option, Site, Stage, is_whole
+from drivetrain.module.wrapping import named_clean_parameters
+from drivetrain.strategy.method import Method, Option, Positive, Site, Stage
 from drivetrain.strategy.methods.cpu_offload import pins_memory
-from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
+from drivetrain.strategy.methods.fsdp import SHARDING
 from drivetrain.strategy.registry import find_method
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import Application
-    from drivetrain.strategy.effects import Effects
-    from drivetrain.strategy.search.candidates import Candidate
-    from drivetrain.strategy.search.space import SearchScope
+    from drivetrain.strategy.method import Application, Candidate, Effects, SearchScope
 
 _NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
-class AmpConfig:
-    dtype: str = "auto"
+class SixteenBitsConfig:
+    dtype: Literal["auto", "bfloat16", "float16"] = "auto"
     """`bfloat16`, `float16`, or `auto`: bfloat16 if the device supports it, else float16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AmpConfig(SixteenBitsConfig):
     skip_if_nonfinite: bool = False
     """Whether to skip an update with a non-finite gradient; float16 always does."""
 
@@ -41,28 +46,20 @@ class SixteenBits(Method):
     short = "dtype"
     dimension = "precision"
     unproved_on = frozenset({"cpu"})
+    short_label = ""  # the precision names it
     leaves_no_trace = True
 
-    def read(self, values: dict[str, Any]) -> dict[str, Any]:
+    def read(self, values: Settings) -> Settings:
         if "dtype" in values:
             name = str(values["dtype"]).removeprefix("torch.")
-            name = _NAMES.get(name, name)
-            if name not in ("auto", *_DTYPES):
-                raise self.bad("dtype", values["dtype"], "'bf16', 'fp16' or 'auto'")
-            values["dtype"] = name
-        for key, value in values.items():
-            if key != "dtype" and not isinstance(value, bool):
-                raise self.bad(key, value, "True or False")
+            values["dtype"] = _NAMES.get(name, name)
         return values
 
     def chosen_dtype(self, config: Any, device: torch.device) -> torch.dtype:
         """Return the type to compute in on a device."""
-        if config.dtype != "auto":
-            return _DTYPES[config.dtype]
-        return torch.bfloat16 if _has_bf16(device) else torch.float16
-
-    def label(self, config: object) -> str:
-        return ""  # the precision says it
+        if config.dtype == "auto":
+            return torch.bfloat16 if _has_bf16(device) else torch.float16
+        return torch.bfloat16 if config.dtype == "bfloat16" else torch.float16
 
     def simulated(self, config: Any) -> Any:
         """Replace float16 by bfloat16, which has the same size and needs no scaler."""
@@ -71,9 +68,8 @@ class SixteenBits(Method):
     def check(self, config: Any, site: Site) -> None:
         if config.dtype == "bfloat16" and not _has_bf16(site.device):
             raise UnsupportedMethodError(
-                f"{self.name}: bfloat16 needs a CPU or a CUDA device of compute capability 8.0 or newer; "
-                f"{site.device} does not support it. "
-                "Use 'fp16' or 'auto'."
+                f"{self.name}: bfloat16 needs a CPU or a CUDA device of compute capability 8.0 or newer; {site.device} does not "
+                "support it. Use 'fp16' or 'auto'."
             )
 
 
@@ -124,14 +120,12 @@ def sixteen_bits(scope: "SearchScope") -> str:
 
 
 def _has_bf16(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return True
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tf32Config:
-    precision: str = "high"
+    precision: Literal["high"] = "high"
 
 
 class Tf32(Method):
@@ -143,27 +137,19 @@ class Tf32(Method):
     dimension = "precision"
     why = "float32 products on tensor cores, in the whole process"
     leaves_no_trace = True
+    short_label = ""  # the precision names it
     not_simulated = "it does not change memory"
 
     def options(self, scope: "SearchScope") -> list[Option]:
         return self.flag_options(scope, "tf32" in scope.machine.flops)
 
-    def label(self, config: Tf32Config) -> str:
-        return ""  # the precision says it
-
     def affect(self, effects: "Effects", config: Tf32Config) -> None:
         if effects.rate == "float32":  # with 16 bits, few products are left for it
             effects.precision = effects.rate = "tf32"
 
-    def read(self, values: dict[str, Any]) -> dict[str, Any]:
-        if values.get("precision", "high") != "high":
-            raise self.bad("precision", values["precision"], "'high'")
-        return values
-
     def requires(self, profile: object, device: torch.device, world: int) -> str | None:
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-            return "it needs a CUDA device of compute capability 8.0 or newer"
-        return None
+        is_new = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+        return None if is_new else "it needs a CUDA device of compute capability 8.0 or newer"
 
     def apply(self, ctx: "Application", config: Tf32Config) -> None:
         # The older switch sets the newer one too; the newer alone makes reading the older an error, and the compiler reads it.
@@ -180,10 +166,10 @@ class Fp8Config:
     """Layers whose dotted name contains one of these words are converted too, even small ones and the output head."""
     exclude: tuple[str, ...] = ("head",)
     """Layers whose dotted name contains one of these words are not converted."""
-    recipe: str = "tensorwise"
-    format: str = "HYBRID"
+    recipe: Recipe = "tensorwise"
+    format: Format = "HYBRID"
     """`HYBRID`: gradients in e5m2, the rest in e4m3; `E4M3`: all in e4m3."""
-    min_features: int = 2048
+    min_features: Positive = 2048
     """Smaller layers are slower in 8 bits and are not converted."""
 
 
@@ -195,6 +181,7 @@ class Fp8(Method):
     ignored_keys = ("margin", "interval", "amax_history_len", "amax_compute_algo")
     dimension = AmpNative.dimension
     why = "large linear layers multiply in 8 bits"
+    short_label = ""  # the precision names it
     not_simulated = "it needs the device itself"
 
     def options(self, scope: "SearchScope") -> list[Option]:
@@ -205,53 +192,43 @@ class Fp8(Method):
             return []
         return [((amp.name, scope.config(amp, dtype="bfloat16")), (self.name, scope.config(self)))]
 
-    def label(self, config: Fp8Config) -> str:
-        return ""  # the precision says it
-
     def affect(self, effects: "Effects", config: Fp8Config) -> None:
         effects.precision = effects.rate = "float8"
         effects.arithmetic, effects.cast_width = "bfloat16", 2.0
 
-    def read(self, values: dict[str, Any]) -> dict[str, Any]:
-        if values.get("recipe", "tensorwise") not in RECIPES:
-            raise MethodConfigError(unknown_name("recipe", values["recipe"], RECIPES, where=self.name))
+    def read(self, values: Settings) -> Settings:
         values["format"] = str(values.get("format", "HYBRID")).upper()
-        if values["format"] not in FORMATS:
-            raise MethodConfigError(unknown_name("format", values["format"], FORMATS, where=self.name))
         for key in ("include", "exclude"):
             if isinstance(values.get(key), str):
                 values[key] = (values[key],)
             if not all(isinstance(word, str) and word for word in values.get(key, ())):
                 raise self.bad(key, values[key], "words that names of layers contain")
-        if not is_whole(values.get("min_features", 1)):
-            raise self.bad("min_features", values["min_features"], "a whole number of at least 1")
         return values
 
     def requires(self, profile: object, device: torch.device, world: int) -> str | None:
         return None if supports_fp8(device) else "it needs a CUDA device of compute capability 8.9 or newer"
 
     def check(self, config: Fp8Config, site: Site) -> None:
-        if site.model is None:
-            return
-        linears = [name for name, module in site.model.named_modules() if isinstance(module, nn.Linear)]
+        modules = [] if site.model is None else site.model.named_modules()
+        linears = [name for name, module in modules if isinstance(module, nn.Linear)]
         for word in config.include:
-            if not any(word in name for name in linears):
+            if site.model is not None and not any(word in name for name in linears):
                 raise MethodConfigError(
                     f"fp8: include={word!r} matches no linear layer of {type(site.model).__name__}. Its linear layers: "
                     f"{', '.join(linears[:12]) or 'none'}{', ...' if len(linears) > 12 else ''}."
                 )
 
     def apply(self, ctx: "Application", config: Fp8Config) -> None:
-        settings: dict[str, Any] = {"recipe": config.recipe, "format": config.format, "include": config.include}
-        names = convert_linears_to_fp8(ctx.model, min_features=config.min_features, skip=config.exclude, **settings)
+        names = convert_linears_to_fp8(
+            ctx.model, min_features=config.min_features, skip=config.exclude, recipe=config.recipe, format=config.format,
+            include=config.include,
+        )  # fmt: skip
         shown = f" ({', '.join(names)})" if 0 < len(names) <= 4 else ""
         ctx.note(f"fp8: {len(names)} linear layers{shown}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class HalfConfig:
-    dtype: str = "auto"
-    """`bfloat16`, `float16`, or `auto`: bfloat16 if the device supports it, else float16."""
+class HalfConfig(SixteenBitsConfig):
     master_weights: bool = True
     """Whether the optimizer trains float32 copies."""
 
@@ -280,15 +257,14 @@ class Half(SixteenBits):
     def apply(self, ctx: "Application", config: HalfConfig) -> None:
         dtype = self.chosen_dtype(config, ctx.device)
         ctx.scaler_dtype = dtype
-        is_sharded = any(name in ctx.plan.site.names for name in ("fsdp", "zero2"))
-        if is_sharded and config.master_weights:
+        if config.master_weights and not SHARDING.isdisjoint(ctx.plan.site.names):
             ctx.autocast_dtype = dtype  # shards stay in float32 and are gathered in 16 bits: these are the copies
             return
         originals = {name: p.data for name, p in ctx.model.named_parameters() if p.is_floating_point()}
         ctx.model.to(dtype=dtype)
         ctx.input_changes.append(CastFloats(dtype))
         if config.master_weights:
-            ctx.recipe_changes.append(lambda recipe: _train_copies(recipe, ctx, originals))
+            ctx.recipe_changes.append(lambda recipe: recipe.wrap(partial(_train_copies, ctx, originals)))
 
 
 class CastFloats:
@@ -301,27 +277,22 @@ class CastFloats:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
 
-def _train_copies(recipe: OptimizerRecipe, ctx: "Application", originals: dict[str, Tensor]) -> None:
-    """Let the recipe make an optimizer of float32 copies."""
-    from drivetrain.module.distributed_tensors import is_dtensor, like_sharded, synchronise
-    from drivetrain.module.wrapping import named_clean_parameters
-
-    inner, offload = recipe.build, ctx.plan.config("cpu_offload")
-
-    def build(groups: object, **settings: object) -> Any:
-        masters: dict[int, nn.Parameter] = {}
-        for name, parameter in named_clean_parameters(ctx.model):
-            if name in originals:
-                value = originals[name].to(ctx.device, torch.float32, copy=True)
-                if ctx.mesh is not None:  # as was done to the parameters
-                    names = tuple(axis for axis in ctx.mesh.mesh_dim_names if axis != "pipe")
-                    if names:
-                        synchronise([value], ctx.mesh[names] if len(names) < ctx.mesh.ndim else ctx.mesh)
-                if is_dtensor(parameter):
-                    value = like_sharded(value, parameter)
-                if offload is not None:
-                    value = host_copy(value, torch.float32, pins_memory(ctx, offload))
-                masters[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-        return with_master_weights(inner, masters, groups, settings)
-
-    recipe.build, recipe.is_changed = build, True
+def _train_copies(
+    ctx: "Application", originals: dict[str, Tensor], inner: Any, groups: object, settings: Settings
+) -> Optimizer:
+    """Return an optimizer of float32 copies."""
+    masters: dict[int, nn.Parameter] = {}
+    offload = ctx.plan.config("cpu_offload")
+    axes = () if ctx.mesh is None else tuple(axis for axis in ctx.mesh.mesh_dim_names if axis != "pipe")
+    for name, parameter in named_clean_parameters(ctx.model):
+        if name not in originals:
+            continue
+        value = originals[name].to(ctx.device, torch.float32, copy=True)
+        if axes:  # as was done to the parameters
+            synchronise([value], ctx.mesh[axes] if len(axes) < ctx.mesh.ndim else ctx.mesh)
+        if is_dtensor(parameter):
+            value = like_sharded(value, parameter)
+        if offload is not None:
+            value = host_copy(value, torch.float32, pins_memory(ctx, offload))
+        masters[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    return with_master_weights(inner, masters, groups, settings)

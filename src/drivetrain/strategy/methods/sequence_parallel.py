@@ -8,40 +8,32 @@ sequence parallelism.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from drivetrain.core.errors import (
-    ConfigError,
-    ConflictError,
-    MethodConfigError,
-    StrategyError,
-    UnsupportedMethodError,
-    unknown_name,
-)
+from drivetrain.core.errors import ConflictError, MethodConfigError, StrategyError, UnsupportedMethodError
+from drivetrain.core.types import Settings
 from drivetrain.strategy.mesh import gradient_group
-from drivetrain.strategy.method import Method, Site, Stage, as_selectors, is_whole, selected
+from drivetrain.strategy.method import Method, Positive, Site, Stage, as_selectors, is_whole
 from drivetrain.strategy.profile.values import divides_heads
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from drivetrain.strategy.apply import Application
-    from drivetrain.strategy.effects import Effects
-    from drivetrain.strategy.search.space import SearchScope
+    from drivetrain.strategy.method import Application, Effects, SearchScope
 
 _LARGEST = 16
 """The largest size of the axis that a search tries."""
-_IMPLEMENTATIONS = ("ulysses", "ring")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceParallelConfig:
-    sp_size: int | None = None
+    sp_size: Positive | None = None
     """The expected size of the sequence axis; None: not checked."""
-    impl: str = "ulysses"
+    impl: Literal["ulysses", "ring"] = "ulysses"
     """`ulysses` exchanges positions for heads around attention; `ring` rotates keys and values between ranks, on CUDA only."""
     seq_dim: int = 1
     """The dimension of the sequence in what the blocks take."""
@@ -61,6 +53,7 @@ class SequenceParallel(Method):
     short = "sp_size"
     conflicts = {"pipeline_parallel": "A stage may not hold all blocks of a family. Use only one of the two axes."}
     axis: ClassVar[str] = "sequence"
+    short_label = ""  # the mesh names it
     why = "activations are split over the positions of a sequence"
 
     def axis_sizes(self, scope: "SearchScope") -> list[int]:
@@ -75,14 +68,7 @@ class SequenceParallel(Method):
         # Queries, keys and values there, the result back; and the same in backward.
         effects.block_exchanges += ((self.axis, 8),)
 
-    def label(self, config: SequenceParallelConfig) -> str:
-        return ""  # the mesh says it
-
-    def read(self, values: dict[str, Any]) -> dict[str, Any]:
-        if values.get("sp_size") is not None and not is_whole(values["sp_size"]):
-            raise self.bad("sp_size", values["sp_size"], "a whole number of at least 1, or None")
-        if values.get("impl", "ulysses") not in _IMPLEMENTATIONS:
-            raise MethodConfigError(unknown_name("impl", values["impl"], _IMPLEMENTATIONS, where=self.name))
+    def read(self, values: Settings) -> Settings:
         if not is_whole(values.get("seq_dim", 1), least=0):
             raise self.bad("seq_dim", values["seq_dim"], "the number of a dimension: 1 for (batch, sequence, features)")
         if values.get("module") is not None:
@@ -126,21 +112,14 @@ class SequenceParallel(Method):
 
     def _managers(self, config: SequenceParallelConfig, model: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return the modules that manage themselves, outer ones only."""
-        if config.module is None:
-            found = [(n, m) for n, m in model.named_modules() if callable(getattr(m, config.set_sp_func_name, None))]
-        else:
-            from drivetrain.module.blocks import select_modules
-
-            try:
-                found = select_modules(model, selected(model, config.module), where=self.name)
-            except ConfigError as error:
-                raise MethodConfigError(str(error)) from error
+        found = [(n, m) for n, m in model.named_modules() if callable(getattr(m, config.set_sp_func_name, None))]
+        if config.module is not None:
+            able, found = dict(found), self.select(model, config.module)
             for name, module in found:
-                if not callable(getattr(module, config.set_sp_func_name, None)):
+                if name not in able:
                     raise MethodConfigError(
-                        f"sequence_parallel: {name} ({type(module).__name__}) has no method "
-                        f"{config.set_sp_func_name!r}. Add one that takes "
-                        "(sp_size, sp_rank, sp_group), or remove `module`."
+                        f"sequence_parallel: {name} ({type(module).__name__}) has no method {config.set_sp_func_name!r}. Add one "
+                        "that takes (sp_size, sp_rank, sp_group), or remove `module`."
                     )
         inside = {child for _, module in found for child in module.modules() if child is not module}
         return [(name, module) for name, module in found if module not in inside]
@@ -157,51 +136,32 @@ class SequenceParallel(Method):
                 f"sequence_parallel: {', '.join(name or 'the model' for name, _ in managers)} splits its sequence itself"
             )
         if config.batch_sp_processing_fn is not None:
-            ctx.prepare_input = SplitInput(config.batch_sp_processing_fn, group, ctx.prepare_input)
-            ctx.loss_changes.append(MeanOverSequence(group))
+            ctx.prepare_input = partial(split_input, config, group, ctx.prepare_input)
+            ctx.loss_changes.append(partial(mean_over_sequence, group))
         elif not managers:
-            mesh = ctx.mesh["sequence"] if ctx.mesh.ndim > 1 else ctx.mesh
-            names = split_sequence(ctx.model, group, config.seq_dim, mesh=mesh, impl=config.impl)  # type: ignore[arg-type]
+            names = split_sequence(ctx.model, group, config.seq_dim, mesh=ctx.axis_mesh("sequence"), impl=config.impl)
             ctx.note(f"sequence_parallel: {len(names)} blocks on parts of the sequence, {names[0]} to {names[-1]}")
         ctx.ddp_settings["process_group"] = gradient_group(ctx.mesh)
 
 
-class SplitInput:
-    """Prepares a model's input and takes this rank's part of it."""
+def split_input(config: SequenceParallelConfig, group: "ProcessGroup", inner: Any, data: Any, device: Any) -> Any:
+    """Prepare a model's input and return this rank's part of it."""
+    from drivetrain.strategy.apply import prepared_input
 
-    def __init__(
-        self, function: Callable[..., Any], group: "ProcessGroup", inner: Callable[[Any, torch.device], Any] | None
-    ):
-        self.function, self.group, self.inner = function, group, inner
-
-    def __call__(self, data: Any, device: torch.device) -> Any:
-        from drivetrain.strategy.apply import prepared_input
-
-        return self.function(prepared_input(data, device, self.inner), self.group.size(), self.group.rank())
+    return config.batch_sp_processing_fn(prepared_input(data, device, inner), group.size(), group.rank())
 
 
-class MeanOverSequence:
-    """Makes a loss show its mean over the ranks of the sequence, while each rank keeps the gradient of its own part."""
+def mean_over_sequence(group: "ProcessGroup", loss_func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a loss that shows its mean over the ranks of the sequence, while each rank keeps the gradient of its own part."""
+    from drivetrain.strategy.stepping import with_first
 
-    def __init__(self, group: "ProcessGroup"):
-        self.group = group
-
-    def __call__(self, loss_func: Callable[..., Any]) -> Callable[..., Any]:
-        def loss_of_all(*args: object) -> object:
-            result = loss_func(*args)
-            if isinstance(result, list | tuple):
-                return type(result)([self._shown(result[0]), *result[1:]])
-            return self._shown(result)
-
-        return loss_of_all
-
-    def _shown(self, loss: Tensor) -> Tensor:
-        import torch.distributed as dist
-
+    def shown(loss: Tensor) -> Tensor:
         own = loss.detach()
         mean = own.clone()
-        dist.all_reduce(mean, group=self.group)
-        return loss + (mean / self.group.size() - own)
+        torch.distributed.all_reduce(mean, group=group)
+        return loss + (mean / group.size() - own)
+
+    return lambda *args: with_first(loss_func(*args), shown)
 
 
 def _check_visible_heads(model: nn.Module, size: int) -> None:

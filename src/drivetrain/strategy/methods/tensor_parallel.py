@@ -4,14 +4,18 @@ running a block.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import nn
 
-from drivetrain.core.errors import ConfigError, ConflictError, MethodConfigError, StrategyError
+from drivetrain.core.errors import ConflictError, MethodConfigError, StrategyError
+from drivetrain.core.types import Settings
+from drivetrain.module.distributed_tensors import synchronise
 from drivetrain.module.tensor_parallel import STYLES, expand_tp_plan, find_tp_plan, parallelize, split_head
 from drivetrain.module.vocabulary_parallel import accepting_split_logits
-from drivetrain.strategy.method import Method, Option, Site, Stage
+from drivetrain.strategy.method import Method, Option, Site, Stage, config_errors
+from drivetrain.strategy.methods.fsdp import SHARDING
 from drivetrain.strategy.profile.values import divides_heads
 from drivetrain.strategy.registry import find_method
 
@@ -19,10 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from drivetrain.module.sequence_pieces_check import PiecePlan
-    from drivetrain.strategy.apply import Application
-    from drivetrain.strategy.effects import Effects
-    from drivetrain.strategy.search.candidates import Candidate
-    from drivetrain.strategy.search.space import SearchScope
+    from drivetrain.strategy.method import Application, Candidate, Effects, SearchScope
 
 _KEPT = 10 / 34
 """Share of a transformer block's activations that stays on every rank."""
@@ -34,7 +35,7 @@ class TensorParallelConfig:
     """Layers and their styles, by dotted name or pattern; "auto": from `register_tp_plan`, from the model, or found by running a block."""
     sequence_parallel: bool = False
     """Whether norms, dropouts and residual sums between split layers run on parts of the sequence, along the same axis."""
-    loss_parallel: bool | str = "auto"
+    loss_parallel: Literal["auto", True, False] = "auto"
     """Whether the head's logits stay split until the loss; "auto": if the plan was found automatically and there is a loss function."""
 
 
@@ -46,6 +47,7 @@ class TensorParallel(Method):
     needs_processes = True
     short = "plan"
     axis: ClassVar[str] = "tensor"
+    short_label = ""  # the mesh names it
     why = "matrices are split over the ranks of the tensor axis"
 
     def parse(self, config: Any = None) -> TensorParallelConfig:
@@ -54,11 +56,7 @@ class TensorParallel(Method):
             config = {"plan": config}
         return super().parse(config)
 
-    def read(self, values: dict[str, Any]) -> dict[str, Any]:
-        if not isinstance(values.get("sequence_parallel", False), bool):
-            raise self.bad("sequence_parallel", values["sequence_parallel"], "True or False")
-        if values.get("loss_parallel", "auto") not in ("auto", True, False):
-            raise self.bad("loss_parallel", values["loss_parallel"], "'auto', True or False")
+    def read(self, values: Settings) -> Settings:
         plan = values.get("plan", "auto")
         if plan == "auto":
             return values
@@ -85,19 +83,12 @@ class TensorParallel(Method):
         effects.block_share *= _KEPT + (1 - _KEPT) / ranks
         effects.block_exchanges += ((self.axis, 4 * 2),)  # attention and MLP, forward and backward
 
-    def label(self, config: TensorParallelConfig) -> str:
-        return ""  # the mesh says it
-
     def pinned(
-        self,
-        config: TensorParallelConfig,
-        names: Iterable[str],
-        units: tuple[str, ...],
-        repeated: tuple[str, ...],
+        self, config: TensorParallelConfig, names: Iterable[str], units: tuple[str, ...], repeated: tuple[str, ...]
     ) -> Option:
         """Name the units by which data parallelism over tensor-parallel parameters shards, as zero2 does."""
         own: Option = ((self.name, config),)
-        if not units or {"fsdp", "zero2", "half"} & set(names):
+        if not units or {*SHARDING, "half"} & set(names):
             return own
         return (*own, ("zero2", find_method("zero2").parse({"wrap": units})))
 
@@ -116,10 +107,8 @@ class TensorParallel(Method):
         from drivetrain.module.sequence_pieces_check import find_pieces
 
         assert site.model is not None
-        try:
+        with config_errors():
             return find_pieces(site.model, expanded, site.axis("tensor"))
-        except ConfigError as error:
-            raise MethodConfigError(str(error)) from error
 
     def _expanded(
         self, config: TensorParallelConfig, site: Site, has_loss: bool = False
@@ -143,10 +132,8 @@ class TensorParallel(Method):
                 f"tensor_parallel: there is no plan for {type(site.model).__name__}: {'; '.join(remarks[1:]) or 'no layers make a pair'}. "
                 "Pass {'plan': {'layer.name': 'colwise', ...}}, or call drivetrain.register_tp_plan(cls, {...})."
             )
-        try:
+        with config_errors():
             expanded = expand_tp_plan(site.model, plan, size)
-        except ConfigError as error:
-            raise MethodConfigError(str(error)) from error
         is_found = config.plan == "auto" and has_loss
         is_possible = site.axis("pipe") == 1 and "native_dynamo" not in site.names  # whose loss is elsewhere, or traced
         is_wanted = config.loss_parallel is True or (config.loss_parallel == "auto" and is_found and is_possible)
@@ -164,22 +151,20 @@ class TensorParallel(Method):
         return with_head or expanded, remarks
 
     def apply(self, ctx: "Application", config: TensorParallelConfig) -> None:
-        from drivetrain.module.distributed_tensors import synchronise
-
         place = replace(ctx.plan.site, model=ctx.whole_model)
         expanded, remarks = self._expanded(
             config, place, has_loss=ctx.loss_func is not None and not ctx.outputs_are_read
         )
         pieces = self._pieces(expanded, place) if config.sequence_parallel else None
         expanded = ctx.held(expanded)
-        mesh = ctx.mesh["tensor"] if ctx.mesh.ndim > 1 else ctx.mesh
-        unreduced = () if pieces is None else pieces.closers
+        mesh = ctx.axis_mesh("tensor")
+        unreduced, prepare = () if pieces is None else pieces.closers, None
         if any(parameter.is_meta for parameter in ctx.model.parameters()):
-            ctx.model = parallelize(ctx.model, mesh, expanded, unreduced=unreduced, prepare=_Initialising(ctx, mesh))
+            prepare = partial(_initialise, ctx, mesh)
         else:
             ctx.model.to(ctx.device)
             synchronise([*ctx.model.parameters(), *ctx.model.buffers()], mesh)  # all ranks cut the same matrices
-            ctx.model = parallelize(ctx.model, mesh, expanded, unreduced=unreduced)
+        ctx.model = parallelize(ctx.model, mesh, expanded, unreduced=unreduced, prepare=prepare)
         if pieces is not None:
             self._run_on_pieces(ctx, mesh, pieces)
         ctx.note(f"tensor_parallel: {len(expanded)} layers over {mesh.size()} ranks")
@@ -208,20 +193,14 @@ class TensorParallel(Method):
         )
 
 
-class _Initialising:
-    """Gives the modules of a model on the meta device memory one by one, and all ranks the same values."""
+def _initialise(ctx: "Application", mesh: "DeviceMesh", name: str, module: nn.Module) -> None:
+    """Give one module of a model on the meta device memory, and all ranks the same values."""
+    from drivetrain.strategy.snapshot import initialise
 
-    def __init__(self, ctx: "Application", mesh: "DeviceMesh"):
-        self.ctx, self.mesh = ctx, mesh
-        self.param_init_fn = getattr(ctx.plan.config("fsdp") or ctx.plan.config("zero2"), "param_init_fn", None)
-
-    def __call__(self, name: str, module: Any) -> None:
-        from drivetrain.module.distributed_tensors import synchronise
-        from drivetrain.strategy.snapshot import initialise
-
-        module.to_empty(device=self.ctx.device, recurse=False)
-        initialise(name, module, self.param_init_fn)
-        synchronise([*module.parameters(recurse=False), *module.buffers(recurse=False)], self.mesh)
+    sharding = next(filter(None, map(ctx.plan.config, SHARDING)), None)
+    module.to_empty(device=ctx.device, recurse=False)
+    initialise(name, module, getattr(sharding, "param_init_fn", None))
+    synchronise([*module.parameters(recurse=False), *module.buffers(recurse=False)], mesh)
 
 
 def _has_own_plan(model: nn.Module, size: int) -> bool:
