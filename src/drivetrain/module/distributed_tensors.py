@@ -29,6 +29,11 @@ def like_sharded(value: Tensor, sharded: Tensor) -> Tensor:
     return distribute_tensor(full, sharded.device_mesh, sharded.placements, src_data_rank=None)  # type: ignore[attr-defined]
 
 
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return all of a tensor. All ranks of a sharded one must call this."""
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
 def fit_tensor(value: Tensor, live: Tensor) -> Tensor:
     """Return `value` full or sharded like `live`. Gathering a sharded value needs all its ranks."""
     if is_dtensor(live):
@@ -37,7 +42,7 @@ def fit_tensor(value: Tensor, live: Tensor) -> Tensor:
         if (value.device_mesh, value.placements) != (live.device_mesh, live.placements):  # type: ignore[attr-defined]
             return value.redistribute(live.device_mesh, live.placements)  # type: ignore[attr-defined]
         return value
-    return value.full_tensor() if is_dtensor(value) else value  # type: ignore[attr-defined]
+    return whole_tensor(value)
 
 
 @torch.no_grad()

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core import display
+from drivetrain.core.arguments import check_number
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.core.files import load_json
-
-_GIB, _TERA = 2**30, 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,28 +122,18 @@ class DeviceSpec:
                 f"DeviceSpec: {', '.join(missing)} missing. Give them, or `preset` with the name of a similar device."
             )
         values["memory"] = parse_size(values["memory"], where="DeviceSpec.memory")
-        capability = values.get("capability")
-        if capability is not None:
-            if not (
-                isinstance(capability, list | tuple)
-                and len(capability) == 2
-                and all(isinstance(x, int) for x in capability)
-            ):
+        if (capability := values.get("capability")) is not None:
+            if not isinstance(capability, list | tuple) or [type(number) for number in capability] != [int, int]:
                 raise ConfigError(
                     f"DeviceSpec.capability: {capability!r} given; expected two numbers such as [9, 0], or null."
                 )
             values["capability"] = tuple(capability)
         for key in ("flops", "bandwidth", "intra_bw", "inter_bw", "fp32_flops", "per_node"):
-            if key in values and not is_finite_number(values[key]):
-                raise ConfigError(f"DeviceSpec.{key}: {values[key]!r} given; expected a number.")
+            if key in values:
+                check_number(key, values[key], owner="DeviceSpec")
         if not isinstance(values["name"], str):
             raise ConfigError(f"DeviceSpec.name: {values['name']!r} given; expected a text.")
         return cls(**values)
-
-
-def is_finite_number(value: object) -> bool:
-    """Return whether a value is a number that calculations can use."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def parse_size(value: Any, *, where: str) -> int:
@@ -153,7 +142,7 @@ def parse_size(value: Any, *, where: str) -> int:
     >>> parse_size("1.5KiB", where="memory")
     1536
     """
-    if is_finite_number(value):
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
         return int(value)
     size = display.parse_size(value) if isinstance(value, str) else None
     if size is None:
@@ -163,51 +152,33 @@ def parse_size(value: Any, *, where: str) -> int:
     return size
 
 
-def _spec(
-    name: str,
-    gib: float,
-    tflops: float,
-    tbs: float,
-    capability: tuple[int, int] | None,
-    intra: float = 0.0,
-    fp32: float = 0.0,
-    inter: float = 50.0,
-) -> DeviceSpec:
-    return DeviceSpec(
-        name=name,
-        memory=int(gib * _GIB),
-        flops=tflops * _TERA,
-        bandwidth=tbs * _TERA,
-        intra_bw=intra * 1e9,
-        inter_bw=inter * 1e9,
-        capability=capability,
-        fp32_flops=fp32 * _TERA,
-    )
-
-
 # name, usable GiB, dense 16-bit TFLOP/s, TB/s, capability, GB/s inside a node (one direction), float32 TFLOP/s
+_ROWS = (
+    ("h200", 139.8, 989, 4.8, (9, 0), 450, 67),
+    ("h100-80g", 79.1, 989, 3.35, (9, 0), 450, 67),
+    ("h100-pcie", 79.1, 756, 2.0, (9, 0), 64, 51),
+    ("h100-nvl", 93, 835, 3.9, (9, 0), 300, 60),
+    ("b200", 178, 2250, 8.0, (10, 0), 900, 80),
+    ("a100-80g", 79.1, 312, 2.0, (8, 0), 300, 19.5),
+    ("a100-40g", 39.4, 312, 1.55, (8, 0), 300, 19.5),
+    ("a10", 22, 125, 0.6, (8, 6), 32, 31.2),
+    ("l40s", 44.4, 362, 0.86, (8, 9), 32, 91.6),
+    ("l4", 22, 121, 0.30, (8, 9), 32, 30.3),
+    ("rtx3090", 23.5, 71, 0.94, (8, 6), 32, 35.6),
+    ("rtx4090", 23.5, 165, 1.0, (8, 9), 32, 82.6),
+    ("rtx5090", 31.3, 209, 1.79, (12, 0), 64, 104.8),
+    ("v100-32g", 31.7, 125, 0.9, (7, 0), 150, 15.7),
+    ("v100-16g", 15.7, 125, 0.9, (7, 0), 150, 15.7),
+    ("t4", 14.6, 65, 0.32, (7, 5), 16, 8.1),
+    ("cpu", 16, 1, 0.1, None, 10, 1),
+)
 PRESETS = {
-    spec.name: spec
-    for spec in (
-        _spec("h200", 139.8, 989, 4.8, (9, 0), 450, 67),
-        _spec("h100-80g", 79.1, 989, 3.35, (9, 0), 450, 67),
-        _spec("h100-pcie", 79.1, 756, 2.0, (9, 0), 64, 51),
-        _spec("h100-nvl", 93, 835, 3.9, (9, 0), 300, 60),
-        _spec("b200", 178, 2250, 8.0, (10, 0), 900, 80),
-        _spec("a100-80g", 79.1, 312, 2.0, (8, 0), 300, 19.5),
-        _spec("a100-40g", 39.4, 312, 1.55, (8, 0), 300, 19.5),
-        _spec("a10", 22, 125, 0.6, (8, 6), 32, 31.2),
-        _spec("l40s", 44.4, 362, 0.86, (8, 9), 32, 91.6),
-        _spec("l4", 22, 121, 0.30, (8, 9), 32, 30.3),
-        _spec("rtx3090", 23.5, 71, 0.94, (8, 6), 32, 35.6),
-        _spec("rtx4090", 23.5, 165, 1.0, (8, 9), 32, 82.6),
-        _spec("rtx5090", 31.3, 209, 1.79, (12, 0), 64, 104.8),
-        _spec("v100-32g", 31.7, 125, 0.9, (7, 0), 150, 15.7),
-        _spec("v100-16g", 15.7, 125, 0.9, (7, 0), 150, 15.7),
-        _spec("t4", 14.6, 65, 0.32, (7, 5), 16, 8.1),
-        _spec("cpu", 16, 1, 0.1, None, 10, 1, 1),
+    name: DeviceSpec(
+        name=name, memory=int(gib * 2**30), flops=tflops * 1e12, bandwidth=tbs * 1e12, intra_bw=intra * 1e9,
+        inter_bw=1e9 if name == "cpu" else 50e9, capability=capability, fp32_flops=fp32 * 1e12,
     )
-}
+    for name, gib, tflops, tbs, capability, intra, fp32 in _ROWS
+}  # fmt: skip
 _ALIASES = {
     "h200-141g": "h200",
     "h100": "h100-80g",

@@ -13,7 +13,9 @@ job. Only a task that cannot be sent to another process is tried in the ranks th
 import copy
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,7 @@ from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.plan_check import PlainDoesNotFit, compare_plan, compare_with_fewer_blocks, on_meta
 from drivetrain.strategy.snapshot import ProcessSettings
 from drivetrain.strategy.task import TrainingTask
-from drivetrain.strategy.trial.measuring import tidy
+from drivetrain.strategy.trial.measuring import failure_of, tidy
 from drivetrain.strategy.trial.process import reject_inside_trial
 from drivetrain.strategy.trial.report import OutcomeKind
 from drivetrain.strategy.value import Failure, Strategy
@@ -66,26 +68,22 @@ def verify_plan(
     reject_inside_trial("verify_plan")
     if batch is not None:
         plan = replace(plan, batch=batch)
-    outcome = None
-    if get_num_processes() > 1:
-        outcome = _verify_in_children(plan, task, device, time_limit)
-    return try_plan(plan, task, device=device) if outcome is None else outcome
+    outcome = _verify_in_children(plan, task, device, time_limit) if get_num_processes() > 1 else None
+    return outcome or try_plan(plan, task, device=device)
 
 
 def _verify_in_children(
     plan: Strategy, task: TrainingTask, device: torch.device, time_limit: float
 ) -> DryRunOutcome | None:
     """Return what processes of their own found, or None where the task cannot be sent to them."""
-    from drivetrain.strategy.trial.running import NoProcess, TrialPool
+    from drivetrain.strategy.trial.running import TrialPool
 
     with TrialPool(task, device=device) as pool:
-        try:
-            if pool.obstacle() is not None:
-                return None
-            steps = 0 if task.model is not None and on_meta(task.model) else 1  # only a smaller model is tried
-            result = pool.run(plan, steps=steps, deadline=time.monotonic() + time_limit)
-        except NoProcess as error:
-            result = error.result
+        result = pool.obstacle()
+        if result is not None and result.error_class == "Unsendable":
+            return None
+        steps = 0 if task.model is not None and on_meta(task.model) else 1  # only a smaller model is tried
+        result = result or pool.run(plan, steps=steps, deadline=time.monotonic() + time_limit)
     if result.outcome == "ok":
         return DryRunOutcome(notes=tuple(f"dry run: {note}" for note in result.notes))
     mistake = getattr(errors, result.error_class, None)
@@ -97,40 +95,29 @@ def _verify_in_children(
 def try_plan(plan: Strategy, task: TrainingTask, *, device: torch.device) -> DryRunOutcome:
     """Run one dry run in the ranks themselves and return the common result. Applying the plan repeats its warnings."""
     reject_inside_trial("the dry run of a plan")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return _try_plan(plan, task, device)
-
-
-def _try_plan(plan: Strategy, task: TrainingTask, device: torch.device) -> DryRunOutcome:
-    random_state, settings = capture_rng(), ProcessSettings.capture()
-    kind: OutcomeKind | None = "ok"
-    message, trial = "", None
-    try:
-        if task.model is not None and on_meta(task.model):
-            kind, message = compare_with_fewer_blocks(plan, task, task.model, device)
-        else:
+    kind: OutcomeKind | None
+    with warnings.catch_warnings(action="ignore"):
+        random_state, settings = capture_rng(), ProcessSettings.capture()
+        try:
+            model = task.model if task.model is not None and on_meta(task.model) else task.build()
+        except Exception as error:  # a model may hold anything; one that cannot be copied cannot be tried
+            return DryRunOutcome(notes=(f"dry run: skipped, because the model cannot be copied ({error})",))
+        try:
             try:
-                trial = task.build()
-            except Exception as error:  # a model may hold anything; one that cannot be copied cannot be tried
-                return DryRunOutcome(notes=(f"dry run: skipped, because the model cannot be copied ({error})",))
-            try:
-                kind, message = compare_plan(plan, task, trial, device)
+                kind, message = compare_plan(plan, task, model, device)
             except PlainDoesNotFit:
-                trial = trial.cpu()
+                model = model if on_meta(model) else model.cpu()
                 tidy(device)
-                kind, message = compare_with_fewer_blocks(plan, task, trial, device)
-    except ConfigError:
-        raise
-    except torch.OutOfMemoryError as error:
-        kind, message = "oom", str(error).splitlines()[0]
-    except Exception as error:  # whatever goes wrong in the user's model or a kernel is the outcome of the trial
-        kind, message = "error", f"{type(error).__name__}: {error}"
-    finally:
-        del trial
-        tidy(device)
-        restore_rng(random_state)
-        settings.restore()
+                kind, message = compare_with_fewer_blocks(plan, task, model, device)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever goes wrong in the user's model or a kernel is the outcome of the trial
+            kind, message = failure_of(error)
+        finally:
+            del model
+            tidy(device)
+            restore_rng(random_state)
+            settings.restore()
     for rank, (other, text) in enumerate(all_gather_values((kind, message))):
         if other not in ("ok", None):
             return DryRunOutcome(failure=Failure(kind=other, message=f"rank {rank}: {text}"))
@@ -146,7 +133,11 @@ def follow_task(task: TrainingTask) -> TrainingTask:
     if model is None or task.loss_func is None or task.samples is None or task.is_counted:
         return task
     is_large = sum(parameter.numel() for parameter in model.parameters()) > _LARGE
-    ways = [_on_fake_tensors] if on_meta(model) else [_on_fake_tensors, _on_model] if is_large else [_on_copy]
+    ways: list[Callable[[TrainingTask, nn.Module, int], FollowedLoss]] = [_on_model]
+    if is_large:
+        ways = [_on_fake_tensors, partial(_on_model, copied=False)]
+    if on_meta(model):
+        ways = [_on_fake_tensors]
     random_state = capture_rng()
     try:
         for way in ways:
@@ -158,23 +149,18 @@ def follow_task(task: TrainingTask) -> TrainingTask:
     return task
 
 
-def _on_model(task: TrainingTask, model: nn.Module, rows: int) -> FollowedLoss:
+def _on_model(task: TrainingTask, model: nn.Module, rows: int, copied: bool = True) -> FollowedLoss:
     place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     try:
+        model = copy.deepcopy(model) if copied else model
         inputs = task.prepared(task.batch(rows), place)
-    except Exception:  # whatever a function of the user's raises here, it raises again in the first step
+    except (
+        Exception
+    ):  # a model that cannot be copied; or a function of the user's, which raises again in the first step
         return UNKNOWN, []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first step warns again
         return follow_loss(model, inputs, rows, lambda: task.loss(inputs, task.call(model, inputs)))
-
-
-def _on_copy(task: TrainingTask, model: nn.Module, rows: int) -> FollowedLoss:
-    try:
-        copied = copy.deepcopy(model)
-    except Exception:  # a model may hold anything
-        return UNKNOWN, []
-    return _on_model(task, copied, rows)
 
 
 def _on_fake_tensors(task: TrainingTask, model: nn.Module, rows: int) -> FollowedLoss:

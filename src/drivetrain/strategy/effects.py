@@ -4,6 +4,7 @@ A record starts as the plain step on a mesh: float32, eager kernels, everything 
 `Method.affect`, in the order of stages, so a later method sees what the earlier ones did.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -127,10 +128,7 @@ class Effects:
     @property
     def data_ranks(self) -> int:
         """The number of ranks that samples are spread over."""
-        ranks = 1
-        for axis in DATA_AXES:
-            ranks *= self.axes.get(axis, 1)
-        return ranks
+        return math.prod(self.axes.get(axis, 1) for axis in DATA_AXES)
 
     @property
     def is_compiled(self) -> bool:

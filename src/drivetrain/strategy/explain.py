@@ -16,13 +16,12 @@ if TYPE_CHECKING:
 
 def explain(plan: "Strategy", width: int = 100) -> str:
     """Return mesh and batch arithmetic, methods in order with reasons, numbers with their evidence, and rejected or dropped methods."""
-    lines = [f"Plan of {len(plan)} methods (evidence: {plan.evidence})" + _counted(plan)]
+    predicted, measured = plan.predicted or {}, plan.measured or {}
+    lines = [f"Plan of {len(plan)} methods (evidence: {plan.evidence})" + _counted(plan.search)]
     if plan.failure is not None:
         lines.append(f"  FAILED ({plan.failure.kind}): {plan.failure.message}")
-    lines.append(
-        "  mesh    " + (" x ".join(f"{axis} {size}" for axis, size in plan.mesh) if plan.mesh else "not fixed yet")
-    )
-    lines.append("  batch   " + (str(plan.batch) if plan.batch is not None else "not fixed yet"))
+    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh or ())
+    lines += [f"  mesh    {mesh or 'not fixed yet'}", f"  batch   {plan.batch or 'not fixed yet'}"]
     notes = list(plan.reasons)
     if len(plan):
         lines.append("  methods, in order of application")
@@ -31,35 +30,29 @@ def explain(plan: "Strategy", width: int = 100) -> str:
         notes = [text for text in notes if text not in own]
         why = [text.partition(":")[2].strip() for text in own] or [find_method(name).reason(config)]
         shown = "; ".join(text for text in dict.fromkeys(why) if text)
-        settings = _settings(config) or "defaults"
-        lines.append(
-            f"    {name:<16} {settings}" + (f": {shown}" if shown else "") + ("   (tunable)" if tunable else "")
-        )
-    lines += _memory_lines(plan) + _time_lines(plan) + _other_lines(plan)
+        line = f"    {name:<16} {_settings(config) or 'defaults'}" + (f": {shown}" if shown else "")
+        lines.append(f"{line}   (tunable)" if tunable else line)
+    size = 1 if plan.batch is None else plan.batch.global_size
+    lines += [*_memory_lines(predicted, measured), *_time_lines(predicted, measured, size)]
+    lines += [*_other_line("predicted", predicted), *_other_line("measured", measured)]
     lines += [f"  rejected {text}" for text in plan.rejected[:5]]
-    hint = (plan.predicted or {}).get("sensitivity")
-    lines += [f"  with more memory: {hint}"] if hint else []
+    lines += [f"  with more memory: {predicted['sensitivity']}"] if predicted.get("sensitivity") else []
     lines += [f"  dropped {name}: {reason}" for name, reason in plan.dropped]
     lines += [f"  note    {text}" for text in dict.fromkeys(notes)]
-    wrapped = [
-        textwrap.wrap(line, width, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 4)) or [""]
-        for line in lines
-    ]
-    return "\n".join(part for parts in wrapped for part in parts)
+    return "\n".join(
+        textwrap.fill(line, width, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 4)) for line in lines
+    )
 
 
-def _counted(plan: "Strategy") -> str:
+def _counted(search: Mapping[str, Any] | None) -> str:
     """Return how many plans it was chosen from."""
-    search = plan.search
     if not search:
         return ""
-    tried = len(search.get("measured", ()))
-    took = sum(search.get("seconds", {}).values())
+    tried, took = len(search.get("measured", ())), sum(search.get("seconds", {}).values())
     return f", chosen from {search['candidates']}: {search['fitting']} fit, {tried} measured, {took:.0f} s"
 
 
-def _memory_lines(plan: "Strategy") -> list[str]:
-    predicted, measured = plan.predicted or {}, plan.measured or {}
+def _memory_lines(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> list[str]:
     lines = []
     if "memory" in predicted:
         parts = ", ".join(f"{name} {shown_bytes(value)}" for name, value in predicted["memory"].items() if value >= 1)
@@ -67,41 +60,36 @@ def _memory_lines(plan: "Strategy") -> list[str]:
         evidence = predicted.get("evidence", {}).get("memory", "modelled")
         lines.append(f"  memory  predicted {shown_bytes(predicted['peak_bytes'])}{of} ({evidence}): {parts}")
     if measured.get("peak_bytes") is not None:
-        reserved = measured.get("reserved_bytes")
         more = " by which the process grew"
-        if reserved is not None:
+        if (reserved := measured.get("reserved_bytes")) is not None:
             more = f" in tensors, {shown_bytes(reserved)} with what the allocator kept"
         lines.append(f"  memory  measured {shown_bytes(measured['peak_bytes'])}{more}")
     return lines
 
 
-def _time_lines(plan: "Strategy") -> list[str]:
-    predicted, measured = plan.predicted or {}, plan.measured or {}
-    size = 1 if plan.batch is None else plan.batch.global_size
+def _time_lines(predicted: Mapping[str, Any], measured: Mapping[str, Any], batch_size: int) -> list[str]:
     lines = []
     if "time" in predicted:
-        seconds = predicted["step_seconds"]
         parts = ", ".join(f"{name} {shown_seconds(value)}" for name, value in predicted["time"].items() if value > 0)
         evidence = predicted.get("evidence", {}).get("time", "modelled")
-        lines.append(f"  time    predicted {shown_seconds(seconds)} a step ({evidence}): {parts}")
-    if measured.get("step_seconds"):
-        seconds = measured["step_seconds"]
+        lines.append(f"  time    predicted {shown_seconds(predicted['step_seconds'])} a step ({evidence}): {parts}")
+    if seconds := measured.get("step_seconds"):
         shown = f"  time    measured {shown_seconds(seconds)} a step over {measured.get('steps', 0)} steps"
-        lines.append(f"{shown}, {size / seconds:.4g} samples a second")
+        lines.append(f"{shown}, {batch_size / seconds:.4g} samples a second")
     if measured.get("loss") is not None and measured.get("is_verified"):
         shown = f"loss {measured['loss']:.6g}, plain {measured['plain_loss']:.6g}" if "plain_loss" in measured else ""
         lines.append(f"  checked {shown or 'against the plain model'}")
     return lines
 
 
-def _other_lines(plan: "Strategy") -> list[str]:
+def _other_line(title: str, numbers: Mapping[str, Any]) -> list[str]:
     """Return numbers that a plan carries from elsewhere."""
-    lines = []
-    for title, numbers in (("predicted", plan.predicted), ("measured", plan.measured)):
-        others = {key: value for key, value in (numbers or {}).items() if key not in _KNOWN}
-        if others:
-            lines.append(f"  {title}: " + ", ".join(f"{key} {_number(value)}" for key, value in others.items()))
-    return lines
+    shown = [
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in numbers.items()
+        if key not in _KNOWN
+    ]
+    return [f"  {title}: " + ", ".join(shown)] if shown else []
 
 
 _KNOWN = frozenset(
@@ -110,18 +98,11 @@ _KNOWN = frozenset(
 )
 
 
-def _number(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def difference(ours: "Strategy", other: "Strategy") -> str:
     """Return one line for each method or number that differs. Plans that do the same give an empty list."""
-    lines = []
     left = {entry.name: entry.config for entry in ours}
     right = {entry.name: entry.config for entry in other}
-    for name in left:
-        if name not in right:
-            lines.append(f"- {name} {_settings(left[name])}".rstrip())
+    lines = [f"- {name} {_settings(left[name])}".rstrip() for name in left if name not in right]
     for name in right:
         if name not in left:
             lines.append(f"+ {name} {_settings(right[name])}".rstrip())
@@ -137,10 +118,8 @@ def difference(ours: "Strategy", other: "Strategy") -> str:
 
 def _settings(config: Any) -> str:
     """Return the settings that are not defaults."""
-    shown = [
-        f"{item.name}={value!r}" for item in fields(config) if (value := getattr(config, item.name)) != item.default
-    ]
-    return ", ".join(shown)
+    values = [(item, getattr(config, item.name)) for item in fields(config)]
+    return ", ".join(f"{item.name}={value!r}" for item, value in values if value != item.default)
 
 
 _GIB = 2**30

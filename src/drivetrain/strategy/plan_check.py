@@ -34,7 +34,7 @@ _COPIES = 8
 
 
 class PlainDoesNotFit(Exception):
-    """The plain model does not fit on the device of some rank."""
+    """The plain model does not fit on the device of some rank, or has no weights yet."""
 
 
 def on_meta(model: nn.Module) -> bool:
@@ -45,8 +45,10 @@ def on_meta(model: nn.Module) -> bool:
 def compare_plan(plan: Strategy, task: TrainingTask, model: nn.Module, device: torch.device) -> tuple[OutcomeKind, str]:
     """Return whether a plan trains `model` as it is trained without the plan, with the numbers. It is changed by that.
 
-    All ranks call it. Raises `PlainDoesNotFit` on all of them where the plain model is too large for one.
+    All ranks call it. Raises `PlainDoesNotFit` on all of them where the plain model is too large for one, or has no weights.
     """
+    if on_meta(model):
+        raise PlainDoesNotFit
     resolved = resolve_plan(plan, model=model, device=device)
     batch = resolved.batch_of(plan, task.global_batch_size)
     share = share_of_plan(resolved, batch)
@@ -99,10 +101,8 @@ def compare_with_fewer_blocks(
         except PlainDoesNotFit:
             continue
         weights = "random" if on_meta(model) else "its own"
-        return (
-            kind,
-            f"{cause}, so a smaller one with {sum(counts)} blocks and {weights} weights was compared; {numbers}",
-        )
+        made = f"a smaller one with {sum(counts)} blocks and {weights} weights was compared"
+        return kind, f"{cause}, so {made}; {numbers}"
     return None, text
 
 

@@ -21,7 +21,7 @@ from drivetrain.context.loading import Saving, parameter_names
 from drivetrain.context.optimizers import save_optimizer
 from drivetrain.core.errors import StateError
 from drivetrain.core.types import StateDict
-from drivetrain.module.distributed_tensors import is_dtensor
+from drivetrain.module.distributed_tensors import is_dtensor, whole_tensor
 from drivetrain.module.pipeline_schedule import PipelinedModel
 from drivetrain.module.wrapping import clean_state_dict, named_clean_parameters
 from drivetrain.runtime.codec import pack, unpack
@@ -110,20 +110,17 @@ def check_stages(model: object, state: Mapping[str, Any]) -> StateDict:
     """Return a state without the record of its stages. Stages that do not belong to this rank are an error."""
     saved = state.get(STAGES)
     if saved is not None and not (isinstance(model, PipelinedModel) and dict(saved) == _stages(model)):
-        now = (
-            "the model is whole now"
-            if not isinstance(model, PipelinedModel)
-            else f"this rank has {_said(_stages(model))} now"
-        )
+        now = "the model is whole now"
+        if isinstance(model, PipelinedModel):
+            now = f"this rank has {_shown(_stages(model))} now"
         raise StateError(
-            f"this state holds one rank's part of a pipeline, {_said(saved)}, but {now}. Resume it on the same mesh "
-            f"with the same split. For "
-            f"another plan, save context.state_dict(full=True), called on all ranks, which joins the stages."
+            f"this state holds one rank's part of a pipeline, {_shown(saved)}, but {now}. Resume it on the same mesh with the same "
+            "split. For another plan, save context.state_dict(full=True), called on all ranks, which joins the stages."
         )
     return {name: value for name, value in state.items() if name != STAGES}
 
 
-def _said(stages: Mapping[str, Any]) -> str:
+def _shown(stages: Mapping[str, Any]) -> str:
     own = ", ".join(map(str, stages["own"]))
     return f"stage {own} of {len(stages['starts']) + 1} (cut before {', '.join(stages['starts'])})"
 
@@ -144,8 +141,7 @@ def own_share(context: Context, state: Mapping[str, object]) -> StateDict:
 
 
 def _full(tensor: Tensor) -> Tensor:
-    full = tensor.detach()
-    return (full.full_tensor() if is_dtensor(full) else full).cpu()  # type: ignore[attr-defined]
+    return whole_tensor(tensor.detach()).cpu()
 
 
 def _joined_optimizer(stages: list[StateDict]) -> StateDict:
@@ -180,13 +176,13 @@ def _share_of_optimizer(saved: StateDict, others: frozenset[str]) -> StateDict:
         names = group.get("param_names")
         if names is None or len(names) != len(group["params"]):
             return saved
-        kept = []
-        for key, name in zip(group["params"], names):
-            if name in others or name.removeprefix("model.") in others:
-                dropped.add(key)
-            else:
-                kept.append((key, name))
-        groups.append({**group, "params": [key for key, _ in kept], "param_names": [name for _, name in kept]})
+        kept = {
+            key: name
+            for key, name in zip(group["params"], names)
+            if name not in others and name.removeprefix("model.") not in others
+        }
+        dropped |= set(group["params"]) - kept.keys()
+        groups.append({**group, "params": list(kept), "param_names": list(kept.values())})
     state = {key: value for key, value in saved["state"].items() if key not in dropped}
     return {**saved, "state": state, "param_groups": groups}
 

@@ -24,7 +24,7 @@ SCHEMA = 1
 MARK = "drivetrain_strategy"
 _PLAIN = ("predicted", "measured", "evidence", "reasons", "rejected", "fingerprint")
 _KEYS = (MARK, "methods", "mesh", "batch", *_PLAIN, "dropped", "search")
-_PICKLE_OPCODE = 0x80
+_PICKLE_OPCODE = b"\x80"
 LEGACY_PLAN: Slot[Callable[[bytes], list[Any]]] = Slot("strategy.legacy_plan")
 """Reads the methods of a pickled plan without executing anything."""
 
@@ -83,8 +83,6 @@ def load(plan: "type[Strategy]", source: object, allow_pickle: bool = False) -> 
         return plan(source)
     if isinstance(source, Mapping):
         return _from_plain(plan, source)
-    if isinstance(source, bytes | bytearray):
-        return _from_bytes(plan, bytes(source), allow_pickle, "the bytes given")
     if isinstance(source, str) and source.lstrip()[:1] in ("{", "["):
         return parse_json(plan, source)
     if isinstance(source, str | os.PathLike):
@@ -94,21 +92,21 @@ def load(plan: "type[Strategy]", source: object, allow_pickle: bool = False) -> 
                 f"{os.fspath(source)!r} is not a plan file. A plan is a path, JSON text, or a list such as "
                 "['parallel_mode', ('amp_native', 'bf16')]."
             )
-        return _from_bytes(plan, path.read_bytes(), allow_pickle, repr(os.fspath(source)))
-    raise ConfigTypeError(
-        f"a plan cannot be read from {type(source).__name__}. Expected a Strategy, a list, a dict, JSON text or bytes, or a path."
-    )
-
-
-def _from_bytes(plan: "type[Strategy]", data: bytes, allow_pickle: bool, where: str) -> "Strategy":
-    if data[:1] and data[0] == _PICKLE_OPCODE:
-        if not allow_pickle:
-            raise StrategyFormatError(
-                f"{where}: this is a legacy pickle; pass allow_pickle=True to read it with a loader that executes nothing, then save "
-                "the plan as JSON."
-            )
-        return plan(LEGACY_PLAN.load()(data))
-    return parse_json(plan, data, where)
+        data, where = path.read_bytes(), repr(os.fspath(source))
+    elif isinstance(source, bytes | bytearray):
+        data, where = bytes(source), "the bytes given"
+    else:
+        raise ConfigTypeError(
+            f"a plan cannot be read from {type(source).__name__}. Expected a Strategy, a list, a dict, JSON text or bytes, or a path."
+        )
+    if not data.startswith(_PICKLE_OPCODE):
+        return parse_json(plan, data, where)
+    if not allow_pickle:
+        raise StrategyFormatError(
+            f"{where}: this is a legacy pickle; pass allow_pickle=True to read it with a loader that executes nothing, then save "
+            "the plan as JSON."
+        )
+    return plan(LEGACY_PLAN.load()(data))
 
 
 def parse_json(plan: "type[Strategy]", text: str | bytes, where: str = "the plan") -> "Strategy":
@@ -135,10 +133,8 @@ def _from_plain(plan: "type[Strategy]", value: Mapping[str, object]) -> "Strateg
             f"the plan has schema {schema}, and this version of Drivetrain reads schema {SCHEMA}. Update Drivetrain, or save the plan "
             "with the version that will read it."
         )
-    while schema < SCHEMA:
-        if schema not in _MIGRATIONS:
-            raise StrategyFormatError(f"the plan has schema {schema}, which is not valid; the oldest is {SCHEMA}.")
-        value, schema = _MIGRATIONS[schema](value), schema + 1
+    if schema < SCHEMA:
+        raise StrategyFormatError(f"the plan has schema {schema}, which is not valid; the oldest is {SCHEMA}.")
     for key in value:
         if key not in _KEYS:
             raise StrategyFormatError(unknown_name("key", key, _KEYS, where="plan"))
@@ -154,7 +150,3 @@ def _made(plan: "type[Strategy]", methods: Any, given: Mapping[str, Any]) -> "St
         if isinstance(error, DrivetrainError) and not isinstance(error, TypeError):
             raise
         raise StrategyFormatError(f"the plan is malformed: {error}") from error
-
-
-_MIGRATIONS: dict[int, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {}
-"""For each older schema, what turns a plan of it into the next one."""

@@ -40,17 +40,14 @@ def find_method(name: object) -> Method:
     'fsdp'
     """
     _load_built_in()
-    if isinstance(name, str):
-        found = _methods.get(_aliases.get(name, name))
-        if found is not None:
-            return found
+    if isinstance(name, str) and (found := _methods.get(_aliases.get(name, name))) is not None:
+        return found
     raise UnknownMethodError(unknown_name("method", name, [*_methods, *_aliases]))
 
 
 def method_names() -> list[str]:
     """Return the name of every method, without aliases."""
-    _load_built_in()
-    return list(_methods)
+    return [method.name for method in all_methods()]
 
 
 def all_methods() -> list[Method]:
@@ -66,16 +63,14 @@ def mesh_method() -> Method:
 
 def group_names() -> list[str]:
     """Return the names of all groups of methods."""
-    _load_built_in()
-    return list(dict.fromkeys(method.group for method in _methods.values()))
+    return list(dict.fromkeys(method.group for method in all_methods()))
 
 
 def expand_names(names: Iterable[object]) -> set[str]:
     """Return the canonical names of methods, with groups replaced by their methods."""
-    _load_built_in()
     result: set[str] = set()
     for name in names:
-        members = {method.name for method in _methods.values() if method.group == name}
+        members = {method.name for method in all_methods() if method.group == name}
         try:
             result |= members or {find_method(name).name}
         except UnknownMethodError:

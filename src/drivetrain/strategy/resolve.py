@@ -8,7 +8,7 @@ import functools
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +36,7 @@ class ResolvedPlan:
     site: Site
     rank_order: tuple[int, ...] | None = None
     dropped: tuple[tuple[str, str], ...] = ()
-    reasons: tuple[str, ...] = field(default=())
+    reasons: tuple[str, ...] = ()
 
     @property
     def data_ranks(self) -> int:
@@ -99,7 +99,7 @@ def resolve_plan(
             DrivetrainWarning,
             stacklevel=3,
         )
-    site = Site(device=place, world=world, axes=dict(axes), names=frozenset(merged), model=model)
+    site = replace(site, names=frozenset(merged))
     steps = []
     for name, config in merged.items():
         method = find_method(name)
@@ -154,11 +154,8 @@ def conflict_between(configs: Mapping[str, object], device: torch.device) -> str
 
     Loaded plans and the candidates of a search are held to the same rules.
     """
-    reason = _conflict_of_names(tuple(configs))
-    if reason is not None:
-        return reason
     found = (find_method(name).clash(config, configs, device) for name, config in configs.items())
-    return next((reason for reason in found if reason is not None), None)
+    return _conflict_of_names(tuple(configs)) or next(filter(None, found), None)
 
 
 @functools.lru_cache(4096)  # a search asks for thousands of candidates with few different sets of methods

@@ -34,6 +34,13 @@ if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
 
 
+def with_first(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return the result of a loss function with its loss changed; it is a scalar, or a sequence that begins with it."""
+    if isinstance(result, list | tuple):
+        return type(result)([change(result[0]), *result[1:]])
+    return change(result)
+
+
 class Stepping:
     """Connects the stepper of one plan with the user's loader, loss and optimizer."""
 
@@ -78,17 +85,13 @@ class Stepping:
         if window.opens:
             size = None
             if self.batch is not None and info is not None and total is not None:
-                size = min(self.batch.global_size, total - (info.end - info.global_size))
+                size = min(self.batch.global_size, _left(info, total))
             if size is not None and self._items_per_row is not None:
                 window.reference = self._items_per_row * size / (window.world * window.length)
             elif self.count_items is None:
                 window.reference = None if self.batch is None else self.batch.micro
             self.stepper.is_complete = self.is_sum or (size is not None and self.count_items is None)
-        self._synchronise(window.closes)
-
-    def _synchronise(self, flag: bool) -> None:
-        """Set whether the next backward averages gradients over ranks."""
-        set_synchronisation(self.model, flag)
+        set_synchronisation(self.model, window.closes)
 
     def follow(self, loader: "PlannedLoader", batches: Iterator[Any]) -> Iterator[Any]:
         """Yield a loader's batches, each as the next one of its window."""
@@ -98,10 +101,9 @@ class Stepping:
         for batch in batches:
             info = loader.batch_info
             assert info is not None
-            if loader.drop_last and self.batch is not None and self.window.count == 0 and total is not None:
-                left = total - (info.end - info.global_size)
-                if left < self.batch.global_size:
-                    return
+            is_short = total is not None and self.batch is not None and _left(info, total) < self.batch.global_size
+            if is_short and loader.drop_last and self.window.count == 0:
+                return
             self.begin(info, total)
             yield batch
 
@@ -111,9 +113,7 @@ class Stepping:
         if self.pipeline is not None:  # its gradients were computed, and weighted, when the model ran
             return result
         items = self.items_of(inputs) if torch.is_grad_enabled() else None
-        if isinstance(result, list | tuple):
-            return type(result)([self.weigh(result[0], items), *result[1:]])
-        return self.weigh(result, items)
+        return with_first(result, lambda loss: self.weigh(loss, items))
 
     def items_of(self, inputs: object) -> Count | None:
         """Return how many items the loss of a prepared input is a mean over; None for its samples, or if nothing is divided."""
@@ -142,16 +142,17 @@ class Stepping:
         scale = self.gradient_weight(items, loss.device)
         if items is not None:
             loss = without_empty(loss, items)
-        return loss if isinstance(scale, float) and scale == 1.0 else _weighted(loss, scale)
+        if isinstance(scale, float) and scale == 1.0:
+            return loss
+        return _Weighted.apply(loss, scale)
 
     def gradient_weight(self, items: Count | None, device: torch.device | None = None) -> Count:
         """Return the factor for the gradient of the current micro-batch: its share of the window, and float16's scale."""
         if self._factor is None:
             self._factor = self._window_share(items)
-        scaler = self.stepper.scaler
-        if scaler is not None:
-            return scaler.scale(torch.ones((), device=device or self.device)) * self._factor
-        return self._factor
+        if (scaler := self.stepper.scaler) is None:
+            return self._factor
+        return scaler.scale(torch.ones((), device=device or self.device)) * self._factor
 
     def _window_share(self, items: Count | None) -> Count:
         if self.is_sum:  # gradients are averaged over ranks
@@ -202,6 +203,11 @@ class Stepping:
         So `zero_grad` may stand at the beginning of a loop's body as well as at its end.
         """
         return self.window.closes if self._is_stepped else self.window.opens
+
+
+def _left(info: BatchInfo, total: int) -> int:
+    """Return how many of an epoch's samples are not in earlier batches."""
+    return total - (info.end - info.global_size)
 
 
 def _mark_tied(pipeline: PipelinedModel, optimizer: Optimizer) -> None:
@@ -272,16 +278,12 @@ class PlannedOptimizer(Optimizer):
 
     def unscale_(self) -> None:
         """Complete the gradients of a closing window now, to clip or inspect them before `step`."""
-        reasons = {
-            "the optimizer trains copies of the parameters, which hold the gradients": hasattr(
-                self.inner, "collect_gradients"
-            ),
-            "each pipeline stage holds only its own gradients": self.stepping.stages > 1,
-        }
-        found = [reason for reason, holds in reasons.items() if holds]
-        if found:
+        reason = "each pipeline stage holds only its own gradients" if self.stepping.stages > 1 else None
+        if hasattr(self.inner, "collect_gradients"):
+            reason = "the optimizer trains copies of the parameters, which hold the gradients"
+        if reason is not None:
             raise ConfigError(
-                f"unscale_(): {found[0]}, so clipping the model's parameters would be wrong. Call optim.clip_grad_norm_(max_norm) "
+                f"unscale_(): {reason}, so clipping the model's parameters would be wrong. Call optim.clip_grad_norm_(max_norm) "
                 "instead, which works with every plan."
             )
         if self.window_closed:
@@ -322,12 +324,6 @@ class PlannedScheduler:
         if self._optimizer.stepping.just_updated:
             self.inner.step(*args, **kwargs)
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state_dict)
-
 
 class PlannedLoader(SmartDataLoader[Any]):
     """A SmartDataLoader whose batches are the micro-batches of a plan."""
@@ -356,16 +352,20 @@ class PlannedLoader(SmartDataLoader[Any]):
 def finish(ctx: "Application", loader: object = None, batch: BatchSplit | None = None) -> None:
     """The last stage for a hand-written loop: autocast, scaler, windows around loader, loss and optimizer."""
     if ctx.autocast_dtype is not None:
-        parts = ctx.model.parts if isinstance(ctx.model, PipelinedModel) else [ctx.model]
-        for part in parts:
+        for part in ctx.model.parts if isinstance(ctx.model, PipelinedModel) else [ctx.model]:
             autocast_forward(unwrap(part), ctx.device.type, ctx.autocast_dtype)
     scaler = Precision(name="plan", autocast_dtype=ctx.scaler_dtype).make_scaler(ctx.device)
     if scaler is not None:
         ctx.context.scaler = scaler  # type: ignore[attr-defined]
     elif ctx.scaler_dtype is torch.float16:
         warn_unscaled_float16(f"float16 on {ctx.device} has no gradient scaler")
-    if isinstance(loader, SmartDataLoader) and not isinstance(loader, PlannedLoader):
-        batch, loader = _planned(ctx, loader)
+    split = ctx.plan.batch_split
+    if isinstance(loader, SmartDataLoader) and not isinstance(loader, PlannedLoader) and split != (None, None):
+        assert loader.global_batch_size is not None
+        batch = plan_batch(loader.global_batch_size, ctx.plan.data_ranks, *split)
+        size = batch.micro * batch.data_ranks
+        planned = PlannedLoader(**{**loader._arguments, "global_batch_size": size, "random_seed": loader.seed})
+        planned._device, loader = loader._device, planned
     ctx.stepping = Stepping(ctx, batch)
     if isinstance(loader, PlannedLoader):
         loader.attach(ctx.stepping)
@@ -373,20 +373,6 @@ def finish(ctx: "Application", loader: object = None, batch: BatchSplit | None =
         ctx.context.loader = loader  # type: ignore[attr-defined]
     if ctx.optimizer is not None:
         ctx.optimizer = PlannedOptimizer(ctx.optimizer, ctx.stepping)
-
-
-def _planned(ctx: "Application", loader: SmartDataLoader[Any]) -> tuple[BatchSplit | None, SmartDataLoader[Any]]:
-    """Return the batch plan of a user's own loader, and the loader that follows it."""
-    split, size = ctx.plan.batch_split, loader.global_batch_size
-    if split == (None, None):
-        return None, loader
-    if size is None:
-        raise ConfigError(f"{ctx.plan.splitter} needs a loader that was made with global_batch_size=.")
-    batch = plan_batch(size, ctx.plan.data_ranks, *split)
-    arguments = {**loader._arguments, "global_batch_size": batch.micro * batch.data_ranks, "random_seed": loader.seed}
-    planned = PlannedLoader(**arguments)
-    planned._device = loader._device
-    return batch, planned
 
 
 class _Weighted(torch.autograd.Function):
@@ -402,23 +388,17 @@ class _Weighted(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-def _weighted(loss: Tensor, factor: object) -> Tensor:
-    result: Any = _Weighted.apply(loss, factor)
-    return result
-
-
 def make_loader(
     dataset: Any, arguments: Mapping[str, Any], batch: BatchSplit, sampler_cls: Any = None, seed: int = 0
 ) -> PlannedLoader:
     """Return a loader of micro-batches; `arguments` are those of torch's DataLoader, with a global batch size."""
-    given = {name: value for name, value in arguments.items() if name != "batch_size"}
-    given = {"loading_bar": False, "random_seed": seed, **given}
+    given = {"loading_bar": False, "random_seed": seed, **arguments}
+    given.pop("batch_size", None)
     if sampler_cls is not None:
         shuffle = bool(given.pop("shuffle", False))
         made = sampler_cls(dataset, num_replicas=batch.data_ranks, rank=data_rank(), shuffle=shuffle, seed=seed)
-        given["sampler"] = (
-            made if isinstance(made, DistributedSampler) else _AsReplicas(made, dataset, batch.data_ranks)
-        )
+        is_known = isinstance(made, DistributedSampler)
+        given["sampler"] = made if is_known else _AsReplicas(made, dataset, batch.data_ranks)
     if given.get("batch_sampler") is not None:
         given["batch_sampler"] = SplitBatches(given["batch_sampler"], batch.data_ranks * batch.accumulation)
         return PlannedLoader(dataset, **given)

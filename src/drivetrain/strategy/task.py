@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from drivetrain.context.context import Context
 from drivetrain.core.types import Batch, Settings
@@ -59,24 +60,13 @@ class TrainingTask:
 
     def batch(self, size: int) -> Any:
         """Return `size` samples as a loader yields them, repeated if there are fewer."""
-        from torch.utils._pytree import tree_map_only
-
         have = self.sample_count
-
-        def take(tensor: Tensor) -> Tensor:
-            if tensor.ndim == 0 or tensor.shape[0] != have:
-                return tensor
-            if size <= have:
-                return tensor[:size]
-            return tensor[torch.arange(size, device=tensor.device) % have]
-
-        return tree_map_only(Tensor, take, self.samples)
+        rows = slice(size) if size <= have else [index % max(1, have) for index in range(size)]
+        return take_rows(self.samples, have, rows)
 
     @property
     def sample_count(self) -> int:
         """The number of available samples."""
-        from torch.utils._pytree import tree_leaves
-
         sizes = [leaf.shape[0] for leaf in tree_leaves(self.samples) if isinstance(leaf, Tensor) and leaf.ndim > 0]
         return max(sizes, default=0)
 
@@ -136,6 +126,11 @@ class TrainingTask:
                 return self.call(model, inputs)
         finally:
             model.train(mode)
+
+
+def take_rows(batch: Batch, count: int, rows: list[int] | slice) -> Any:
+    """Return some of the `count` samples of a batch."""
+    return tree_map_only(Tensor, lambda tensor: tensor[rows] if tensor.shape[:1] == (count,) else tensor, batch)
 
 
 def parameters_of(model: nn.Module) -> Iterable[nn.Parameter]:

@@ -6,10 +6,11 @@ numbers, reasons and fingerprints only describe the plan.
 """
 
 import hashlib
+import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, NoReturn
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 import torch
 from torch import nn
@@ -17,10 +18,13 @@ from torch import nn
 from drivetrain.core.errors import ConfigTypeError, PlanInfeasible, StrategyFormatError, unknown_name
 from drivetrain.core.types import Settings
 from drivetrain.strategy.batching import BatchSplit, replan_batch
+from drivetrain.strategy.explain import difference, draw, explain
+from drivetrain.strategy.mesh import DATA_AXES, resize_axes
+from drivetrain.strategy.reading import dump, load, parse_json, save
 from drivetrain.strategy.registry import find_method, mesh_method
 
 Evidence = Literal["given", "modelled", "simulated", "measured"]
-EVIDENCE = ("given", "modelled", "simulated", "measured")
+EVIDENCE = get_args(Evidence)
 
 
 class Entry(NamedTuple):
@@ -69,36 +73,34 @@ class Strategy:
     """
 
     opt_list: Any = None
-    mesh: Any = field(default=None, kw_only=True)
+    _: KW_ONLY
+    mesh: Any = None
     """Pairs of axis and size, outermost first; None before the plan has met a world."""
-    batch: BatchSplit | None = field(default=None, kw_only=True)
-    predicted: Mapping[str, Any] | None = field(default=None, kw_only=True)
-    measured: Mapping[str, Any] | None = field(default=None, kw_only=True)
-    evidence: Evidence = field(default="given", kw_only=True)
-    reasons: tuple[str, ...] = field(default=(), kw_only=True)
-    rejected: tuple[str, ...] = field(default=(), kw_only=True)
-    dropped: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
+    batch: BatchSplit | None = None
+    predicted: Mapping[str, Any] | None = None
+    measured: Mapping[str, Any] | None = None
+    evidence: Evidence = "given"
+    reasons: tuple[str, ...] = ()
+    rejected: tuple[str, ...] = ()
+    dropped: tuple[tuple[str, str], ...] = ()
     """Methods that were requested but not used, each with the reason."""
-    fingerprint: Mapping[str, Any] | None = field(default=None, kw_only=True)
-    failure: Failure | None = field(default=None, kw_only=True)
-    search: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    fingerprint: Mapping[str, Any] | None = None
+    failure: Failure | None = None
+    search: Mapping[str, Any] | None = None
     """How the plan was found: counts, times, every trial, and points for `picture`."""
 
     def __post_init__(self) -> None:
-        def set_(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
-        set_("opt_list", tuple(map(as_entry, self.opt_list or ())))
         if self.evidence not in EVIDENCE:
             raise StrategyFormatError(unknown_name("evidence", self.evidence, EVIDENCE, where="Strategy"))
+        values: Settings = {"reasons": tuple(self.reasons), "rejected": tuple(self.rejected)}
+        values["dropped"] = tuple((name, reason) for name, reason in self.dropped)
+        values["opt_list"] = tuple(map(as_entry, self.opt_list or ()))
         if self.mesh is not None:
             pairs = self.mesh.items() if isinstance(self.mesh, Mapping) else self.mesh
-            set_("mesh", tuple((str(axis), int(size)) for axis, size in pairs))
+            values["mesh"] = tuple((str(axis), int(size)) for axis, size in pairs)
         if isinstance(self.batch, Mapping):
-            set_("batch", BatchSplit(**self.batch))
-        set_("reasons", tuple(self.reasons))
-        set_("rejected", tuple(self.rejected))
-        set_("dropped", tuple((name, reason) for name, reason in self.dropped))
+            values["batch"] = BatchSplit(**self.batch)
+        vars(self).update(values)
 
     # Reading it like a list.
 
@@ -160,9 +162,8 @@ class Strategy:
 
     def adjust_data_parallel(self, size: int) -> "Strategy":
         """Return the plan with `size` as the size of its data axis."""
-        found, config = self.get_parallel_mode()
         method = mesh_method()
-        config = config if found else method.parse(None)
+        config = self.get_parallel_mode()[1] or method.parse(None)
         axes = {**dict(config.axes), "data": size}
         others = [entry for entry in self if entry.name != method.name]
         return self._with([(method.name, replace(config, axes=tuple(axes.items()))), *others])
@@ -186,7 +187,6 @@ class Strategy:
         Tensor, pipe and sequence axes stay; `zero` keeps its size if it can, and `data` takes the rest. Predicted memory follows in
         proportion, and a plan that would exceed its budget is rejected; times are left out, and what was measured no longer holds.
         """
-        from drivetrain.strategy.mesh import DATA_AXES, resize_axes
         from drivetrain.strategy.search.cost import rescaled_prediction, shortfall_of
 
         found, config = self.get_parallel_mode()
@@ -194,10 +194,7 @@ class Strategy:
         axes = resize_axes(axes or {"data": 1}, world_size)
         batch = self.batch
         if batch is not None:
-            ranks = 1
-            for axis in DATA_AXES:
-                ranks *= axes.get(axis, 1)
-            batch = replan_batch(batch, ranks)
+            batch = replan_batch(batch, math.prod(axes.get(axis, 1) for axis in DATA_AXES))
         entries = [
             (name, find_method(name).scaled_to(settings, axes, batch), tunable) for name, settings, tunable in self
         ]
@@ -243,20 +240,14 @@ class Strategy:
 
     def explain(self, width: int = 100) -> str:
         """Return the plan in words: mesh and batch, methods in order with reasons, numbers, what was dropped and why."""
-        from drivetrain.strategy.explain import explain
-
         return explain(self, width)
 
     def picture(self, path: str | os.PathLike[str]) -> None:
         """Draw throughput over memory of every candidate that the search compared, as a PNG; needs matplotlib."""
-        from drivetrain.strategy.explain import draw
-
         draw(self, path)
 
     def diff(self, other: "Strategy") -> str:
         """Return what differs from this plan to another, one line each; empty if they are equal."""
-        from drivetrain.strategy.explain import difference
-
         return difference(self, other)
 
     def require_success(self) -> "Strategy":
@@ -269,21 +260,15 @@ class Strategy:
 
     def to_json(self) -> str:
         """Return the plan as JSON text."""
-        from drivetrain.strategy.reading import dump
-
         return dump(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as a JSON file, atomically."""
-        from drivetrain.strategy.reading import save
-
         save(self, path)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Strategy":
         """Return the plan from a JSON text."""
-        from drivetrain.strategy.reading import parse_json
-
         return parse_json(cls, text)
 
     @classmethod
@@ -292,8 +277,6 @@ class Strategy:
 
         A text that begins with `{` or `[` is JSON, any other is a path.
         """
-        from drivetrain.strategy.reading import load
-
         return load(cls, source, allow_pickle)
 
 
@@ -302,21 +285,17 @@ def as_entry(item: object) -> Entry:
     if isinstance(item, str):
         item = (item,)
     elif isinstance(item, Mapping):
-        unknown = [key for key in item if key not in ("name", "config", "tunable")]
-        if unknown or "name" not in item:
+        if "name" not in item or not item.keys() <= {"name", "config", "tunable"}:
             raise StrategyFormatError(
                 f"an entry of a plan has the keys name, config and tunable; given {', '.join(map(str, item)) or 'none'}."
             )
         item = (item["name"], item.get("config"), item.get("tunable", False))
+    form = "an entry of a plan is a name, (name, config) or (name, config, tunable)"
     if not isinstance(item, tuple | list):
-        raise ConfigTypeError(
-            f"an entry of a plan is a name, (name, config) or (name, config, tunable); given {item!r} ({type(item).__name__})."
-        )
+        raise ConfigTypeError(f"{form}; given {item!r} ({type(item).__name__}).")
     if not 1 <= len(item) <= 3:
-        raise StrategyFormatError(
-            f"an entry of a plan is a name, (name, config) or (name, config, tunable); given {len(item)} items: {item!r}."
-        )
-    name, config, tunable = (*item, None, False)[:3] if len(item) == 1 else (*item, False)[:3]
+        raise StrategyFormatError(f"{form}; given {len(item)} items: {item!r}.")
+    name, config, tunable = tuple(item) + (None, False)[len(item) - 1 :]
     if not isinstance(tunable, bool):
         raise StrategyFormatError(f"{name!r}: tunable={tunable!r} is not valid; expected True or False.")
     method = find_method(name)

@@ -11,10 +11,9 @@ sides start with the same seed.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from drivetrain.core.types import Batch
-from drivetrain.module.distributed_tensors import is_dtensor
+from drivetrain.module.distributed_tensors import whole_tensor
 from drivetrain.module.probing import buffers_kept
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.collectives import all_gather_values
@@ -32,7 +31,7 @@ from drivetrain.runtime.seeds import capture_rng, restore_rng, same_state, set_s
 from drivetrain.strategy.apply import Application
 from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.resolve import ResolvedPlan
-from drivetrain.strategy.task import TrainingTask
+from drivetrain.strategy.task import TrainingTask, take_rows
 from drivetrain.strategy.trial.per_parameter import (
     Finding,
     PerParameter,
@@ -40,8 +39,7 @@ from drivetrain.strategy.trial.per_parameter import (
     gradients_of,
     norm_of,
     plain_numbers,
-    rounding_of,
-    split_error_of,
+    relative_errors,
     watch_movements,
 )
 from drivetrain.strategy.trial.report import OutcomeKind, Yardstick
@@ -104,27 +102,9 @@ class Measured:
     """Whether it is known how much the losses of parts of a batch count, so that any loss must come out exactly."""
 
 
-def first_loss(loss: Any) -> Tensor:
-    """Return the loss from the result of a loss function, which may be a sequence that begins with it."""
-    return loss[0] if isinstance(loss, list | tuple) else loss
-
-
 def plain_number(value: Tensor) -> float:
     """Return a scalar as a number, also if it is sharded. This synchronizes the host."""
-    value = value.detach()
-    return float(value.full_tensor() if is_dtensor(value) else value)  # type: ignore[attr-defined]
-
-
-def take_rows(batch: Batch, count: int, rows: list[int]) -> Any:
-    """Return some of the `count` samples of a batch."""
-    from torch.utils._pytree import tree_map_only
-
-    def take(tensor: Tensor) -> Tensor:
-        if tensor.ndim == 0 or tensor.shape[0] != count:
-            return tensor
-        return tensor[torch.tensor(rows, device=tensor.device)]
-
-    return tree_map_only(Tensor, take, batch)
+    return float(whole_tensor(value.detach()))
 
 
 @contextmanager
@@ -165,15 +145,10 @@ def plain_yardstick(
             return _yardstick(model, task, device, samples, steady=steady)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever a model raises in evaluation mode, it may work in training mode
+    except Exception:  # whatever a model raises in evaluation mode, it may work in training mode
         model.zero_grad()
-        try:
-            with comparing(model, quiet=True):
-                return replace(_yardstick(model, task, device, samples, steady=False), is_quiet=True)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as second:
-            raise second from error
+        with comparing(model, quiet=True):
+            return replace(_yardstick(model, task, device, samples, steady=False), is_quiet=True)
 
 
 def _yardstick(model: nn.Module, task: TrainingTask, device: torch.device, samples: int, *, steady: bool) -> Yardstick:
@@ -182,7 +157,7 @@ def _yardstick(model: nn.Module, task: TrainingTask, device: torch.device, sampl
     def loss_of(rows: Batch, seed: int = _SEED) -> Tensor:
         set_seed(seed)
         inputs = task.prepared(rows, device)
-        return first_loss(task.loss(inputs, task.call(model, inputs)))
+        return task.loss(inputs, task.call(model, inputs))
 
     set_seed(_SEED)
     untouched = capture_rng()
@@ -194,16 +169,21 @@ def _yardstick(model: nn.Module, task: TrainingTask, device: torch.device, sampl
     model.zero_grad()
     each = replace(each, rounding=_rounding(model, each, device, lambda: loss_of(batch)))
     error, is_random = 0.0, False
-    with torch.no_grad():
-        if draws:
+    if draws:
+        with torch.no_grad():
             is_random = abs(plain_number(loss_of(batch, _SEED + 1)) - value) > 1e-5 * max(1.0, abs(value))
-    if samples > 1 and not is_random:
-        middle = samples // 2
-        halves = [list(rows) for rows in (range(middle), range(middle, samples))]
-        parts = [partial(loss_of, take_rows(batch, samples, rows)) for rows in halves]
-        total, split = _joined_halves(model, each, parts, [len(rows) / samples for rows in halves], not task.is_counted)
+    if samples > 1 and not is_random:  # the losses and gradients of two halves, joined by their samples
+        total, middle, with_gradients = 0.0, samples // 2, not task.is_counted
+        with torch.set_grad_enabled(with_gradients):
+            for rows in (range(middle), range(middle, samples)):
+                half = loss_of(take_rows(batch, samples, list(rows))) * (len(rows) / samples)
+                total += plain_number(half)
+                if with_gradients:
+                    half.backward()
         error = abs(total - value) / max(abs(value), 1e-6)
-        each = replace(each, split=split)
+        if with_gradients:
+            each = replace(each, split=relative_errors(each.gradients, gradients_of(model), "exact", 1e-5))
+        model.zero_grad()
     return Yardstick(
         loss=value,
         gradient_norm=norm_of(each.gradients),
@@ -215,27 +195,6 @@ def _yardstick(model: nn.Module, task: TrainingTask, device: torch.device, sampl
     )
 
 
-def _joined_halves(
-    model: nn.Module,
-    each: PerParameter,
-    parts: Sequence[Callable[[], Tensor]],
-    shares: Sequence[float],
-    with_gradients: bool,
-) -> tuple[float, dict[str, float]]:
-    """Return the loss of two halves of a batch joined by their samples, and how far each joined gradient is from the whole batch's."""
-    total = 0.0
-    with torch.set_grad_enabled(with_gradients):
-        for part, share in zip(parts, shares):
-            loss = part() * share
-            total += plain_number(loss)
-            if with_gradients:
-                loss.backward()
-    try:
-        return total, split_error_of(each.gradients, gradients_of(model)) if with_gradients else {}
-    finally:
-        model.zero_grad()
-
-
 def _rounding(
     model: nn.Module, each: PerParameter, device: torch.device, loss_of: Callable[[], Tensor]
 ) -> dict[str, float]:
@@ -244,7 +203,7 @@ def _rounding(
         with torch.autocast(device.type, torch.bfloat16):
             loss = loss_of()
         loss.backward()
-        return rounding_of(each.gradients, gradients_of(model))
+        return relative_errors(each.gradients, gradients_of(model), "mixed")
     except Exception:  # a model that does not run so, or a device without the type: the usual tolerances hold
         return {}
     finally:
@@ -284,40 +243,30 @@ def planned_step(
     how the plain model was compared, see `comparing`. `repeats` takes the samples of a pass several times, so that it has the shape of
     training.
     """
+    stepping = ctx.stepping
+    length, rank = stepping.window.length, data_rank()
+    losses = []
     with comparing(ctx.model, quiet=quiet):
         if training:
             ctx.model.train()
-        return _planned_step(ctx, batch, share, call, repeats)
-
-
-def _planned_step(ctx: Application, batch: Batch, share: Share, call: Callable[..., Any], repeats: int) -> Measured:
-    stepping = ctx.stepping
-    if stepping.pipeline is not None:
-        ctx.model.training = True
-    length, rank = stepping.window.length, data_rank()
-    losses = []
-    try:
-        for index in range(length):
-            set_seed(_SEED)
-            rows = share.rows_of(index * (share.parts // length) + rank) * repeats
-            inputs = ctx.prepared(take_rows(batch, share.samples, rows))
-            loss = first_loss(stepping.loss(inputs, call(ctx.model, inputs)))
-            loss.backward()
-            losses.append(plain_number(loss))
-            if index < length - 1:
+        if stepping.pipeline is not None:
+            ctx.model.training = True
+        try:
+            for index in range(length):
+                set_seed(_SEED)
+                rows = share.rows_of(index * (share.parts // length) + rank) * repeats
+                losses.append(plain_number(_backward(ctx, take_rows(batch, share.samples, rows), call)))
+                if index < length - 1:
+                    _next(ctx)
+            if ctx.optimizer is not None:
+                stepping.stepper.finish()
+            gradients = _of_all_stages(ctx, gradients_of(ctx.model, ctx.optimizer))
+            with watch_movements(ctx.model, ctx.optimizer) as movements:
                 _next(ctx)
-        if ctx.optimizer is not None:
-            stepping.stepper.finish()
-        gradients = _of_all_stages(ctx, gradients_of(ctx.model, ctx.optimizer))
-        movements: dict[str, str] = {}
-        with (
-            nullcontext(movements) if ctx.optimizer is None else watch_movements(ctx.model, ctx.optimizer) as movements
-        ):
-            _next(ctx)
-        movements = _of_all_stages(ctx, movements)
-    finally:
-        unwrap(ctx.model).zero_grad()
-    values = all_gather_values(sum(losses) / length)
+            movements = {} if ctx.optimizer is None else _of_all_stages(ctx, movements)
+        finally:
+            unwrap(ctx.model).zero_grad()
+        values = all_gather_values(sum(losses) / length)
     return Measured(
         loss=sum(values) / len(values),
         norm=norm_of(gradients),
@@ -325,6 +274,15 @@ def _planned_step(ctx: Application, batch: Batch, share: Share, call: Callable[.
         is_scaled=ctx.scaler is not None,
         is_counted=ctx.count_items is not None or ctx.items.kind != "unknown",
     )
+
+
+def _backward(ctx: Application, batch: Batch, call: Callable[..., Any]) -> Tensor:
+    """Run forward and backward of one micro-batch and return its loss."""
+    inputs = ctx.prepared(batch)
+    result = ctx.stepping.loss(inputs, call(ctx.model, inputs))
+    loss: Tensor = result[0] if isinstance(result, list | tuple) else result
+    loss.backward()
+    return loss
 
 
 def _of_all_stages(ctx: Application, own: dict[str, str]) -> dict[str, str]:
@@ -343,11 +301,6 @@ def _next(ctx: Application) -> None:
         ctx.stepping.begin(None)
 
 
-def level_of(plan: ResolvedPlan) -> str:
-    """Return how far the least exact method of a plan may change results."""
-    return max((method.numerics for _, method, _ in plan.steps), key=LEVELS.index, default="exact")
-
-
 def verdict(found: Measured, expected: Yardstick, plan: ResolvedPlan) -> tuple[OutcomeKind, str]:
     """Return whether a plan's loss and the gradients and updates of each parameter are as expected, with the numbers."""
     loss, norm = found.loss, found.norm
@@ -362,7 +315,7 @@ def verdict(found: Measured, expected: Yardstick, plan: ResolvedPlan) -> tuple[O
         return "nonfinite", numbers
     if expected.is_random:
         return "ok", f"not compared, because the loss depends on random numbers that the model draws: {numbers}"
-    level = level_of(plan)
+    level = max((method.numerics for _, method, _ in plan.steps), key=LEVELS.index, default="exact")
     tolerance, allowed = TOLERANCES[level], LOSS_TOLERANCES[level] * max(1.0, abs(expected.loss))
     # What is known of a loss makes its gradients exact, not the value that ranks see of their own parts.
     is_comparable = expected.split_error <= (NOT_A_MEAN if found.is_counted else _ROUNDING)
@@ -408,15 +361,8 @@ def _verdict_on_others(found: Measured, numbers: str, changing: list[str]) -> tu
 def train_window(ctx: Application, batch: Batch, call: Callable[..., Any]) -> Tensor:
     """Run one update as a hand-written loop does, over the plan's micro-batches, and return the last loss."""
     for _ in range(ctx.stepping.window.length):
-        inputs = ctx.prepared(batch)
-        loss = first_loss(ctx.stepping.loss(inputs, call(ctx.model, inputs)))
-        loss.backward()
+        loss = _backward(ctx, batch, call)
         _next(ctx)
     if ctx.optimizer is None:
         unwrap(ctx.model).zero_grad()
     return loss.detach()
-
-
-def as_values(yardstick: Yardstick) -> Mapping[str, Any]:
-    """Return a yardstick as JSON values."""
-    return {**vars(yardstick), "each": vars(yardstick.each)}

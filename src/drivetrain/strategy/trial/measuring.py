@@ -8,7 +8,9 @@ import gc
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from drivetrain.context.moving import move_to_device
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import Batch
-from drivetrain.module.distributed_tensors import is_dtensor
+from drivetrain.module.distributed_tensors import whole_tensor
 from drivetrain.runtime.collectives import agree_any, distributed_barrier
 from drivetrain.strategy.apply import Application
 from drivetrain.strategy.batching import BatchSplit
@@ -28,7 +30,6 @@ from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.checking import (
     Share,
-    as_values,
     plain_number,
     plain_yardstick,
     planned_step,
@@ -73,31 +74,35 @@ def failure_of(error: BaseException) -> tuple[OutcomeKind, str]:
     """Return the outcome and the message for an exception."""
     if isinstance(error, TrialFailed):
         return error.kind, str(error)
-    first = (str(error).splitlines() or [""])[0]
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or _says_no_memory(error):
-        return "oom", first or type(error).__name__
+    # Libraries other than torch's device allocator run out too: cuBLAS, NCCL, the allocator of the CPU.
+    phrases = ("out of memory", "defaultcpuallocator: can't allocate")
+    says_so = isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in phrases)
+    if says_so or isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return "oom", next(iter(str(error).splitlines()), "") or type(error).__name__
     return "error", str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-
-
-def _says_no_memory(error: BaseException) -> bool:
-    """Return whether a library other than torch's device allocator ran out: cuBLAS, NCCL, the allocator of the CPU."""
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and (
-        "out of memory" in text or "defaultcpuallocator: can't allocate" in text
-    )
 
 
 def measure(order: Order, task: TrainingTask, device: torch.device, tell: Tell, *, may_reset: bool) -> None:
     """Try a plan in this process. `may_reset` allows the trial to clear the compiler's in-memory caches."""
-    _TimedTrial(order, task, device, tell, may_reset).run()
+    _TimedTrial(order, task, device, tell, may_reset, MemoryMeter(device)).run()
 
 
+@dataclass
 class _TimedTrial:
-    def __init__(self, order: Order, task: TrainingTask, device: torch.device, tell: Tell, may_reset: bool):
-        self.order, self.task, self.device, self.tell, self.may_reset = order, task, device, tell, may_reset
-        self.meter = MemoryMeter(device)
-        self.methods = [find_method(name) for name in order.plan.opt_names()]
-        self.is_compiled = any(method.compiles for method in self.methods)
+    order: Order
+    task: TrainingTask
+    device: torch.device
+    tell: Tell
+    may_reset: bool
+    meter: MemoryMeter
+
+    @cached_property
+    def methods(self) -> list[Method]:
+        return [find_method(name) for name in self.order.plan.opt_names()]
+
+    @property
+    def is_compiled(self) -> bool:
+        return any(method.compiles for method in self.methods)
 
     def run(self) -> None:
         order, task = self.order, self.task
@@ -126,30 +131,24 @@ class _TimedTrial:
 
     def _known(self, samples: int) -> Yardstick | None:
         """Return what is known about so many samples."""
-        known = self.order.yardsticks
-        fitting = [
-            one for one in known if one.samples == samples and (one.source == PLAIN or not self.order.plain_fits)
-        ]
-        if self.is_compiled:
-            fitting = [one for one in fitting if one.is_steady is not None]
-        return fitting[0] if fitting else None
+        for one in self.order.yardsticks:
+            may_be_used = one.source == PLAIN or not self.order.plain_fits
+            if one.samples == samples and may_be_used and (one.is_steady is not None or not self.is_compiled):
+                return one
+        return None
 
     def _plain(self, model: nn.Module, samples: int) -> tuple[Yardstick | None, nn.Module]:
         """Return the plain model's numbers, or None where it does not fit on some rank; and a model to go on with."""
-        task, found, fits = self.task, None, True
+        found = None
         home = next((parameter.device for parameter in model.parameters()), self.device)
-        try:
-            found = plain_yardstick(model.to(self.device), task, self.device, samples, steady=self.is_compiled)
-        except torch.OutOfMemoryError:
-            fits = False
-        if agree_any(not fits):
+        with suppress(torch.OutOfMemoryError):
+            found = plain_yardstick(model.to(self.device), self.task, self.device, samples, steady=self.is_compiled)
+        if agree_any(found is None):
             del model
-            self._tidy()
-            return None, task.build()
-        if home != self.device:
-            model.to(home)  # a plan is applied where the caller has the model: sharding then never holds it whole
-        self._tidy()
-        assert found is not None
+            tidy(self.device)
+            return None, self.task.build()
+        model.to(home)  # a plan is applied where the caller has the model: sharding then never holds it whole
+        tidy(self.device)
         return found, model
 
     def _compare_with_fewer_blocks(self, model: nn.Module) -> bool:
@@ -158,7 +157,7 @@ class _TimedTrial:
         kind, text = compare_with_fewer_blocks(self.order.plan, self.task, model, self.device)
         if self.is_compiled and self.may_reset:
             torch._dynamo.reset()  # as in `_check`
-        self._tidy()
+        tidy(self.device)
         if kind is None:
             self.tell("note", text=f"this plan was not compared with the plain model: {text}")
             return False
@@ -183,43 +182,26 @@ class _TimedTrial:
             # The compiler has seen another batch size and would now compile for any: slower than in the real run.
             torch._dynamo.reset()
         if expected is None:
-            own = Yardstick(
-                loss=found.loss,
-                gradient_norm=found.norm,
-                samples=share.samples,
-                each=found.each,
-                source="first plan that fits",
-            )
-            numbers = (found.loss, found.norm)
-            self.tell(
-                "checked",
-                loss=found.loss,
-                norm=found.norm,
-                is_verified=is_verified,
-                aim=numbers,
-                yardstick=as_values(own),
-            )
-            if not (math.isfinite(found.loss) and math.isfinite(found.norm)):
-                raise TrialFailed("nonfinite", f"loss {found.loss:.6g}, gradient norm {found.norm:.4g}")
-            return
-        kind, text = verdict(found, expected, ctx.plan)
-        self.tell(
-            "checked",
-            loss=found.loss,
-            norm=found.norm,
-            is_verified=kind == "ok" and not expected.is_random,
-            aim=(expected.loss, expected.gradient_norm),
-            yardstick=as_values(expected),
-        )
+            is_finite = math.isfinite(found.loss) and math.isfinite(found.norm)
+            kind: OutcomeKind = "ok" if is_finite else "nonfinite"
+            text = f"loss {found.loss:.6g}, gradient norm {found.norm:.4g}"
+            known = Yardstick(
+                loss=found.loss, gradient_norm=found.norm, samples=share.samples, each=found.each, source="first plan that fits"
+            )  # fmt: skip
+        else:
+            kind, text = verdict(found, expected, ctx.plan)
+            known, is_verified = expected, kind == "ok" and not expected.is_random
+        self.tell("checked", loss=found.loss, norm=found.norm, is_verified=is_verified, yardstick=known)
         if kind != "ok":
             raise TrialFailed(kind, text)
-        self.tell("note", text=text)
+        if expected is not None:
+            self.tell("note", text=text)
 
     # Fast.
 
     def _train(self, ctx: Application, batch: Batch) -> None:
         ctx.model.train()
-        self._tidy()
+        tidy(self.device)
         batch = self._at_hand(batch)
         for step in range(WARM_UP_STEPS + sum(method.warm_up_steps for method in self.methods)):
             value = plain_number(train_window(ctx, batch, self.task.call))
@@ -266,8 +248,8 @@ class _TimedTrial:
             self._tell_step(index, seconds, float(losses[index]))
 
         for index in range(steps):
-            loss: Tensor = train_window(ctx, batch, self.task.call)
-            losses[index].copy_(loss.full_tensor() if is_dtensor(loss) else loss, non_blocking=True)  # type: ignore[attr-defined]
+            loss = train_window(ctx, batch, self.task.call)
+            losses[index].copy_(whole_tensor(loss), non_blocking=True)
             marks[index + 1].record()
             if index:
                 tell(index - 1)
@@ -279,9 +261,6 @@ class _TimedTrial:
         self.tell("step", seconds=seconds, loss=loss, peak=peak, reserved=reserved)
         if not math.isfinite(loss):
             raise TrialFailed("nonfinite", f"the loss of training step {index + WARM_UP_STEPS + 1} is {loss}")
-
-    def _tidy(self) -> None:
-        tidy(self.device)
 
 
 def tidy(device: torch.device) -> None:

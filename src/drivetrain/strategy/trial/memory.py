@@ -9,6 +9,7 @@ the memory counts.
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,6 @@ from drivetrain.core.display import shown_bytes
 from drivetrain.core.errors import DrivetrainWarning
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
     from drivetrain.strategy.apply import Application
     from drivetrain.strategy.value import Strategy
 
@@ -48,10 +47,8 @@ class MemoryMeter:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
-        try:
+        with suppress(OSError):  # another system, or not allowed: the peak is then that of the process's whole life
             _CLEAR.write_text("5")  # Linux: the peak of resident memory becomes the present value
-        except OSError:  # another system, or not allowed: the peak is then that of the process's whole life
-            return
 
     def peak(self) -> tuple[int, int | None]:
         """Return the peak and the memory reserved by the allocator. On the CPU return the growth of the process and None."""
@@ -62,14 +59,11 @@ class MemoryMeter:
 
 def resident_bytes(field: str) -> int:
     """Return a process's resident memory, now (`VmRSS`) or at its peak (`VmHWM`)."""
-    try:
-        lines = _STATUS.read_text().splitlines()
-    except OSError:  # not Linux: the peak of the whole life is all that can be had
-        import resource
+    if (kibibytes := _field(_STATUS, f"{field}:")) is not None:
+        return kibibytes * 1024
+    import resource  # not Linux: the peak of the whole life is all that can be had
 
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -141,29 +135,23 @@ def watch_memory(app: "Application", plan: "Strategy") -> None:
     if memory is None or app.device.type != "cuda" or not isinstance(inner, torch.optim.Optimizer):
         return
     predicted = sum(value for name, value in memory.items() if name != "reserve")
-    if torch.cuda.max_memory_allocated(app.device) < predicted:  # else an earlier peak would hide this one
-        watch = _MemoryWatch(app.device, predicted)
-        watch.handle = inner.register_step_post_hook(watch)
+    if torch.cuda.max_memory_allocated(app.device) >= predicted:
+        return  # an earlier peak would hide this one
+    updates = 0
 
-
-class _MemoryWatch:
-    """A hook on an optimizer; reading the allocator's counters costs nothing and waits for nothing."""
-
-    handle: "RemovableHandle"
-
-    def __init__(self, device: torch.device, predicted: float):
-        self.device, self.predicted, self.updates = device, predicted, 0
-
-    def __call__(self, *_: object) -> None:
-        self.updates += 1
-        if self.updates < 2:
+    def look(*_: object) -> None:  # reading the allocator's counters costs nothing and waits for nothing
+        nonlocal updates
+        updates += 1
+        if updates < 2:
             return
-        self.handle.remove()
-        real = torch.cuda.max_memory_allocated(self.device)
-        if real > self.predicted * (1 + SURPRISE):
+        handle.remove()
+        real = torch.cuda.max_memory_allocated(app.device)
+        if real > predicted * (1 + SURPRISE):
             warnings.warn(
-                f"the plan was predicted to need {shown_bytes(self.predicted)} for tensors, and two updates took {shown_bytes(real)}. "
+                f"the plan was predicted to need {shown_bytes(predicted)} for tensors, and two updates took {shown_bytes(real)}. "
                 "Inputs that are larger than the samples of the search would explain it.",
                 DrivetrainWarning,
                 stacklevel=2,
             )
+
+    handle = inner.register_step_post_hook(look)

@@ -16,7 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from drivetrain.module.distributed_tensors import is_dtensor
+from drivetrain.module.distributed_tensors import whole_tensor
 from drivetrain.module.wrapping import named_clean_parameters
 from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
 
@@ -48,8 +48,7 @@ class PerParameter:
 
 def sketch(tensor: Tensor) -> str:
     """Return the norm of a tensor and signed sums of its elements. A sharded tensor is gathered first."""
-    tensor = tensor.detach()
-    whole = tensor.full_tensor() if is_dtensor(tensor) else tensor.to_dense()  # type: ignore[attr-defined]
+    whole = whole_tensor(tensor.detach()).to_dense()
     flat = (torch.view_as_real(whole) if whole.is_complex() else whole).reshape(-1)
     total = torch.zeros(_BUCKETS, dtype=torch.float64, device=flat.device)
     square = torch.zeros((), dtype=torch.float64, device=flat.device)
@@ -115,30 +114,26 @@ def plain_numbers(model: nn.Module, recipe: OptimizerRecipe | None) -> PerParame
         return PerParameter(gradients=gradients)
     held = {name: p for name, p in model.named_parameters() if p.grad is not None}
     kept = {name: parameter.detach().clone() for name, parameter in held.items()}
-    plain = {name: parameter.grad for name, parameter in held.items()}
+    plain = {name: parameter.grad for name, parameter in held.items() if parameter.grad is not None}
     generator = torch.Generator().manual_seed(0)
     found: dict[str, dict[str, str]] = {}
     try:
         for level, noise in {"": 0.0, **_NOISE}.items():
             for name, parameter in held.items():
                 grad = plain[name]
-                assert grad is not None
                 size = noise * float(grad.norm()) / math.sqrt(max(1, grad.numel()))
                 drawn = torch.randn(grad.shape, generator=generator).to(grad) if noise else 0.0
                 parameter.grad = grad + size * drawn
             optimizer = recipe.make(model)
             with watch_movements(model) as found[level]:
                 optimizer.step()
-            with torch.no_grad():
-                for name, parameter in held.items():
-                    parameter.copy_(kept[name])
-    except Exception:  # an optimizer that needs a closure, or has no memory: gradients are compared alone
-        with torch.no_grad():
             for name, parameter in held.items():
-                parameter.copy_(kept[name])
+                parameter.data.copy_(kept[name])
+    except Exception:  # an optimizer that needs a closure, or has no memory: gradients are compared alone
         return PerParameter(gradients=gradients)
     finally:
         for name, parameter in held.items():
+            parameter.data.copy_(kept[name])
             parameter.grad = plain[name]
     base = found.pop("")
     sensitivity = {
@@ -147,18 +142,15 @@ def plain_numbers(model: nn.Module, recipe: OptimizerRecipe | None) -> PerParame
     return PerParameter(gradients=gradients, movements=base, sensitivity=sensitivity)
 
 
-def rounding_of(exact: Mapping[str, str], rounded: Mapping[str, str]) -> dict[str, float]:
-    """Return the relative difference between rounded and exact gradients. Tiny values count as in a comparison."""
-    floor = _FLOOR["mixed"] * max((float(_numbers(text)[0]) for text in exact.values()), default=0.0)
-    found = {name: _difference(text, rounded[name], floor) for name, text in exact.items() if name in rounded}
-    return {name: error for name, error in found.items() if error > _NOISE["mixed"]}
-
-
-def split_error_of(whole: Mapping[str, str], joined: Mapping[str, str]) -> dict[str, float]:
-    """Return the relative difference between the joined gradients of two halves and those of the whole batch."""
-    floor = _FLOOR["exact"] * max((float(_numbers(text)[0]) for text in whole.values()), default=0.0)
-    found = {name: _difference(text, joined[name], floor) for name, text in whole.items() if name in joined}
-    return {name: error for name, error in found.items() if error > 1e-5}
+def relative_errors(
+    exact: Mapping[str, str], other: Mapping[str, str], level: str, least: float | None = None
+) -> dict[str, float]:
+    """Return the relative differences of gradients that are above `least`; None: the noise of the level. Tiny gradients count as in a
+    comparison.
+    """
+    floor = _FLOOR[level] * max((float(_numbers(text)[0]) for text in exact.values()), default=0.0)
+    found = {name: _difference(text, other[name], floor) for name, text in exact.items() if name in other}
+    return {name: error for name, error in found.items() if error > (_NOISE[level] if least is None else least)}
 
 
 def _difference(expected: str, other: str, floor: float = 0.0) -> float:
@@ -192,7 +184,7 @@ def compare(expected: PerParameter, found: PerParameter, level: str, tolerance: 
     """Return the parameters whose gradient or update differs from the plain model's: gradients first, the largest difference first."""
     rounding = expected.rounding if level in ("mixed", "low") else {}
     usual = {name: min(_MOST, 2 * error) for name, error in rounding.items()}
-    findings = _worst_first(_compared("gradient", expected.gradients, found.gradients, level, tolerance, usual))
+    findings = _compared("gradient", expected.gradients, found.gradients, level, tolerance, usual)
     if expected.movements and found.movements:
         trained = {name: text for name, text in expected.movements.items() if name in expected.gradients}
         more = {name: max(1.0, error / _NOISE[level]) for name, error in rounding.items()}
@@ -200,12 +192,8 @@ def compare(expected: PerParameter, found: PerParameter, level: str, tolerance: 
             name: max(usual.get(name, 0.0), 3 * more.get(name, 1.0) * error)
             for name, error in expected.sensitivity.get(level, {}).items()
         }
-        findings += _worst_first(_compared("movement", trained, found.movements, level, tolerance, allowance))
+        findings += _compared("movement", trained, found.movements, level, tolerance, allowance)
     return findings
-
-
-def _worst_first(findings: list[Finding]) -> list[Finding]:
-    return sorted(findings, key=lambda finding: -finding.error if math.isfinite(finding.error) else -math.inf)
 
 
 def _compared(
@@ -223,13 +211,11 @@ def _compared(
         if norms[name] <= 1e-3 * floor:
             continue  # rounding alone
         allowed = max(tolerance, allowance.get(name, 0.0))
-        if name not in found:
-            findings.append(Finding(name=name, what=f"no {what}", error=1.0, allowed=allowed, is_lost=True))
-            continue
-        size = float(_numbers(found[name])[0])
-        error = _difference(text, found[name], floor)
-        if size <= _ZERO * norms[name] and norms[name] > floor:
-            findings.append(Finding(name=name, what=f"the {what} is zero", error=1.0, allowed=allowed, is_lost=True))
-        elif not error <= allowed:
-            findings.append(Finding(name=name, what=f"another {what}", error=error, allowed=allowed))
-    return findings
+        lost = None if name in found else f"no {what}"
+        if lost is None and float(_numbers(found[name])[0]) <= _ZERO * norms[name] and norms[name] > floor:
+            lost = f"the {what} is zero"
+        error = 1.0 if lost else _difference(text, found[name], floor)
+        if lost or not error <= allowed:
+            shown = lost or f"another {what}"
+            findings.append(Finding(name=name, what=shown, error=error, allowed=allowed, is_lost=bool(lost)))
+    return sorted(findings, key=lambda finding: -finding.error if math.isfinite(finding.error) else -math.inf)

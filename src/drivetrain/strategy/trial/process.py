@@ -6,12 +6,11 @@ ends silently, with an exit status that its parent explains once.
 
 A task that cannot be pickled reaches a child by `fork`, which is safe where no device and no process group is in use.
 
-The child takes a task over a private pipe, then one order after another, and answers in lines of JSON. It ends when its pipe closes or
-its parent is gone, whatever it is doing then. After a failure it only waits to be ended: leaving would show the other ranks a lost
+The child takes a task over a private pipe, then one order after another, and reports each event as a dict. It ends when its pipe closes
+or its parent is gone, whatever it is doing then. After a failure it only waits to be ended: leaving would show the other ranks a lost
 connection in place of the cause.
 """
 
-import json
 import multiprocessing
 import os
 import signal
@@ -22,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -74,9 +73,8 @@ class TrialProcess:
         """Whether it holds the task."""
         try:
             with marked_environment(), warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", DeprecationWarning
-                )  # of forking beside other threads: the child uses none of theirs
+                # Of forking in a process with threads: the child uses none of them.
+                warnings.simplefilter("ignore", DeprecationWarning)
                 self._process.start()
         except BaseException:
             self._pipe.close()
@@ -106,42 +104,29 @@ class TrialProcess:
         self._resident = max(self._resident, resident_bytes_of(self.pid))
         try:
             while self._pipe.poll():
-                self._take(json.loads(self._pipe.recv_bytes()), report)
+                line = self._pipe.recv()
+                report.take(line)
+                self.is_ready = True
+                if line["event"] == "received":
+                    self.is_received, report.state = True, "over"
         except (EOFError, ConnectionResetError):
             ready.append(self._process.sentinel)
         if self._process.sentinel in ready:
             self._process.join(5)
             self._fail_by_exit(report)
 
-    def _take(self, line: dict[str, Any], report: Report) -> None:
-        event = line["event"]
-        if event == "ready":
-            self.is_ready = True
-        elif event in ("received", "unsendable"):
-            self.is_received = event == "received"
-            if event == "unsendable":
-                report.fail("error", f"the task cannot be read in another process ({line['message']})", "Unsendable")
-            else:
-                report.state = "over"
-        report.take(line)
-
     def _fail_by_exit(self, report: Report) -> None:
         code = self._process.exitcode
+        is_signal = code is not None and code < 0
+        how = f"by signal {signal.Signals(-code).name}" if is_signal else f"with exit code {code}"
         if code == NO_GUARD_STATUS and not self.is_ready:
             report.fail("error", f"the script has no main guard. {NO_GUARD}", "NoGuard")
-            return
-        if not self.is_ready:
-            report.fail(
-                "error", f"a process for trials ended with exit code {code} before it began. {NO_GUARD}", "Start"
-            )
-            return
-        how = f"with exit code {code}"
-        if code is not None and code < 0:
-            how = f"by signal {signal.Signals(-code).name}"
-            if -code == signal.SIGKILL and self._kills.explain(self._resident):
-                report.fail("oom", "the system ended the process, because the machine ran out of memory")
-                return
-        report.fail("error", f"the process ended {how} in phase {report.phase!r}")
+        elif not self.is_ready:
+            report.fail("error", f"a process for trials ended {how} before it began. {NO_GUARD}", "Start")
+        elif code == -signal.SIGKILL and self._kills.explain(self._resident):
+            report.fail("oom", "the system ended the process, because the machine ran out of memory")
+        else:
+            report.fail("error", f"the process ended {how} in phase {report.phase!r}")
 
     def end(self) -> None:
         """End the process and everything it started immediately."""
@@ -156,12 +141,7 @@ class TrialProcess:
 
 
 MARK = "DRIVETRAIN_TRIAL"
-"""The environment variable that says: this process is a trial's."""
-
-
-def is_trial_process() -> bool:
-    """Return whether this process was started to try a plan."""
-    return MARK in os.environ
+"""The environment variable of processes that were started to try a plan."""
 
 
 def reject_inside_trial(what: str) -> None:
@@ -169,14 +149,15 @@ def reject_inside_trial(what: str) -> None:
 
     While that top level runs for the first time, the process ends instead: its parent has the better words.
     """
-    if is_trial_process():
-        if getattr(multiprocessing.current_process(), "_inheriting", False):
-            sys.stdout.flush()
-            os._exit(NO_GUARD_STATUS)
-        raise ConfigError(
-            f"{what} was called inside a process that only tries a plan. The process runs the script's top level again, so put the "
-            "call under a main guard:\n\n    if __name__ == '__main__':\n        main()\n"
-        )
+    if MARK not in os.environ:
+        return
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.stdout.flush()
+        os._exit(NO_GUARD_STATUS)
+    raise ConfigError(
+        f"{what} was called inside a process that only tries a plan. The process runs the script's top level again, so put the "
+        "call under a main guard:\n\n    if __name__ == '__main__':\n        main()\n"
+    )
 
 
 @contextmanager
@@ -213,61 +194,53 @@ def serve(pipe: Connection, place: ChildSettings, task: TrainingTask | None = No
     os._exit(0)  # an orderly end would wait for ranks that are no longer there
 
 
-def _lock_bars_by_thread() -> None:
-    """Give tqdm, which the compiler calls, a lock of this process alone.
-
-    Its own is a named semaphore, which a process that is ended at once cannot take back: the parent would warn of a leak at its exit.
-    """
-    with suppress(ImportError):
-        from tqdm import tqdm
-
-        tqdm.set_lock(threading.RLock())
-
-
 class _Service:
     def __init__(self, pipe: Connection, place: ChildSettings, task: TrainingTask | None):
         self.pipe, self.place, self.task = pipe, place, task
         self.device = torch.device(place.device)
 
     def tell(self, event: str, **values: object) -> None:
-        self.pipe.send_bytes(json.dumps({"event": event, **values}).encode())
+        self.pipe.send({"event": event, **values})
 
     def run(self) -> None:
         warnings.simplefilter("ignore")  # the caller hears them when a plan is applied
         self.tell("ready")
         try:
-            task = self.pipe.recv()
-            task = task if self.task is None else self.task
+            sent = self.pipe.recv()
         except EOFError:
             raise
         except Exception as error:  # whatever importing somebody's modules raises
-            self.tell("unsendable", message=f"{type(error).__name__}: {error}")
+            message = f"the task cannot be read in another process ({type(error).__name__}: {error})"
+            self.tell("failed", kind="error", message=message, error_class="Unsendable", is_echo=False)
             self._wait_for_end()
-            return
+        task = sent if self.task is None else self.task
         try:
             self._settle()
         except Exception as error:  # a device or a group that cannot be had
             self._tell_failure(error)
-            self._wait_for_end()
         self.tell("received")
         while True:
-            if not self._serve_order(self.pipe.recv(), task):
-                self._wait_for_end()
+            self._serve_order(self.pipe.recv(), task)
 
     def _settle(self) -> None:
         """Take the parent's settings, the device and the place among the ranks."""
         import torch._dynamo  # every optimizer loads it: here it counts neither as a plan's memory nor as its time
 
         os.environ |= dict(self.place.environment)
-        _lock_bars_by_thread()
+        with suppress(ImportError):
+            # The compiler calls tqdm, whose own lock is a named semaphore. A process that is ended at once cannot release it, and its
+            # parent would warn of a leak at its exit.
+            from tqdm import tqdm
+
+            tqdm.set_lock(threading.RLock())
         self.place.settings.restore()
         if self.device.type not in ("cpu", "mps"):
             torch.accelerator.set_device_index(self.device.index or 0)
         if self.place.joins_group:
             init_distributed("gloo" if self.device.type == "cpu" else None, timeout=self.place.timeout)
 
-    def _serve_order(self, order: Order, task: TrainingTask) -> bool:
-        """Try one plan; return whether the process can be used again."""
+    def _serve_order(self, order: Order, task: TrainingTask) -> None:
+        """Try one plan, and wait to be ended if the process cannot be used again."""
         for method in order.methods:
             if method.name not in method_names():
                 register_method(method)
@@ -277,27 +250,22 @@ class _Service:
             measure(order, task, self.device, self.tell, may_reset=True)
         except Exception as error:  # whatever goes wrong in the user's model or a kernel is the outcome of the trial
             self._tell_failure(error)
-            return False
-        self._clean()
-        left = meter.growth()
-        is_clean = left <= LEFT_BYTES.get(self.device.type, LEFT_ON_HOST)
-        methods = [find_method(name) for name in order.plan.opt_names()]
-        is_clean = is_clean and all(method.leaves_no_trace for method in methods)
-        self.tell("done", is_clean=is_clean, left=left)
-        return is_clean
-
-    def _clean(self) -> None:
-        if "torch._dynamo" in sys.modules:
-            torch._dynamo.reset()
+        torch._dynamo.reset()
         self.place.settings.restore()
         clear_data_ranks()
         tidy(self.device)
+        is_clean = meter.growth() <= LEFT_BYTES.get(self.device.type, LEFT_ON_HOST)
+        is_clean = is_clean and all(find_method(name).leaves_no_trace for name in order.plan.opt_names())
+        self.tell("done", is_clean=is_clean)
+        if not is_clean:
+            self._wait_for_end()
 
-    def _tell_failure(self, error: BaseException) -> None:
+    def _tell_failure(self, error: BaseException) -> NoReturn:
         kind, message = failure_of(error)
         is_echo = kind == "error" and is_lost_peer(error)
         self.tell("failed", kind=kind, message=message, error_class=type(error).__name__, is_echo=is_echo)
+        self._wait_for_end()
 
-    def _wait_for_end(self) -> None:
+    def _wait_for_end(self) -> NoReturn:
         while True:
             self.pipe.recv_bytes()

@@ -1,12 +1,9 @@
-"""The result of a trial: each rank's report as its process sends it, and the combined result of all ranks.
-
-Results are values that JSON can store.
-"""
+"""The result of a trial: each rank's report as its process sends it, and the combined result of all ranks."""
 
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from drivetrain.strategy.trial.per_parameter import PerParameter
@@ -80,7 +77,7 @@ ReportState = Literal["running", "over", "cut", "failed", "echo"]
 
 @dataclass(kw_only=True)
 class Report:
-    """The combined lines of one process. All of it is plain data."""
+    """What one process has said."""
 
     began: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
@@ -98,9 +95,8 @@ class Report:
     loss: float | None = None
     norm: float | None = None
     is_verified: bool = False
-    aim: tuple[float, float] | None = None
-    """What loss and norm were compared with."""
-    yardstick: dict[str, Any] | None = None
+    yardstick: Yardstick | None = None
+    """What loss and norm were compared with, or their own numbers where there was nothing to compare with."""
     is_clean: bool = False
     notes: list[str] = field(default_factory=list)
     startup: float = 0.0
@@ -120,7 +116,7 @@ class Report:
             self.is_verified = True
         elif event == "checked":
             self.loss, self.norm = line["loss"], line["norm"]
-            self.is_verified, self.aim, self.yardstick = line["is_verified"], line["aim"], line["yardstick"]
+            self.is_verified, self.yardstick = line["is_verified"], line["yardstick"]
         elif event == "step":
             self.seconds.append(line["seconds"])
             self.peak, self.reserved = line["peak"], line["reserved"]
@@ -152,52 +148,39 @@ class Report:
             self.fail("timeout", f"no progress for {patience:.0f} s in phase {self.phase!r}")
 
 
-def yardstick_of(values: dict[str, Any]) -> Yardstick:
-    """Return the yardstick from a line of JSON."""
-    return Yardstick(**{**values, "each": PerParameter(**values["each"])})
-
-
 def merge(reports: Sequence[Report], wanted: int, device_type: str) -> TrialResult:
     """Return the combined result of all ranks. The same reports give the same result on every rank."""
     first = reports[0]
-    common: dict[str, Any] = {
-        "loss": first.loss,
-        "gradient_norm": first.norm,
-        "startup_seconds": max(report.startup for report in reports),
-        "phases": tuple(first.phases),
-        "yardstick": None if first.yardstick is None else yardstick_of(first.yardstick),
-    }
-    if first.aim is not None and first.yardstick is not None and first.yardstick["source"] == PLAIN:
-        common["plain_loss"], common["plain_gradient_norm"] = first.aim
+    result = TrialResult(
+        outcome="ok",
+        loss=first.loss,
+        gradient_norm=first.norm,
+        startup_seconds=max(report.startup for report in reports),
+        phases=tuple(first.phases),
+        notes=tuple(first.notes),
+        yardstick=first.yardstick,
+    )
+    if (expected := first.yardstick) is not None and expected.source == PLAIN:
+        result = replace(result, plain_loss=expected.loss, plain_gradient_norm=expected.gradient_norm)
     if (failed := cause_of(reports)) is not None:
-        report = reports[failed]
-        return TrialResult(
-            outcome=report.kind,
-            message=f"rank {failed}: {report.message}" if len(reports) > 1 else report.message,
-            error_class=report.error_class,
-            notes=tuple(first.notes),
-            **common,
-        )
+        cause = reports[failed]
+        message = f"rank {failed}: {cause.message}" if len(reports) > 1 else cause.message
+        return replace(result, outcome=cause.kind, message=message, error_class=cause.error_class)
     count = min(len(report.seconds) for report in reports)
     if count == 0 and wanted:
-        return TrialResult(
-            outcome="timeout", message="the deadline passed before every rank had timed a step", **common
-        )
+        return replace(result, outcome="timeout", message="the deadline passed before every rank had timed a step")
     slowest = [max(report.seconds[index] for report in reports) for index in range(count)]
-    notes = list(first.notes)
-    if count < wanted:
-        notes.append(f"{count} of {wanted} steps were timed before the deadline")
+    notes = [f"{count} of {wanted} steps were timed before the deadline"] if count < wanted else []
     if device_type == "cpu":
         notes.append("memory is the growth of the process's resident memory")
-    return TrialResult(
-        outcome="ok",
+    return replace(
+        result,
         step_seconds=statistics.median(slowest) if slowest else None,
         steps=count,
         peak_bytes=max((report.peak for report in reports if report.peak is not None), default=None),
         reserved_bytes=max((report.reserved for report in reports if report.reserved is not None), default=None),
         is_verified=all(report.is_verified for report in reports),
-        notes=tuple(notes),
-        **common,
+        notes=(*result.notes, *notes),
     )
 
 
@@ -208,8 +191,4 @@ def cause_of(reports: Sequence[Report]) -> int | None:
     """
     order = {"echo": 2, "failed": 0}
     failed = [rank for rank, report in enumerate(reports) if report.state in order]
-    return min(
-        failed,
-        key=lambda rank: (order[reports[rank].state], reports[rank].kind == "timeout", rank),
-        default=None,
-    )
+    return min(failed, key=lambda rank: (order[reports[rank].state], reports[rank].kind == "timeout"), default=None)

@@ -18,6 +18,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ class TrialPool:
             raise ConfigError("a trial needs the task's loss_func and samples.")
         self.task, self.device, self.patience = task, device, patience
         self._process: TrialProcess | None = None
-        self._obstacle: str | None = None
+        self._obstacle: TrialResult | None = None
         self._yardsticks: dict[int, Yardstick] = {}
         self._plain_fits = True
         self._store: Any = None
@@ -120,38 +121,38 @@ class TrialPool:
         if self._process is None and self._obstacle is None and not is_distributed():
             self._start()
 
-    def obstacle(self, deadline: float | None = None) -> str | None:
-        """Return why the task cannot be tried in another process, None if the processes of all ranks have accepted it.
+    def obstacle(self, deadline: float | None = None) -> TrialResult | None:
+        """Return why no process can try a plan, None if the processes of all ranks have accepted the task.
 
-        Raises `NoProcess` where it is for another reason that there is none: a start that took too long, a group that failed.
+        The error class is "Unsendable" if there will never be one. A start that took too long may do better another time.
         """
         if all(all_gather_values(self._process is not None and self._process.is_waiting)):
             return None
         if self._process is not None and self._process.is_received:
             self.close()  # this one, or another rank's, has died since
-        if self._obstacle is None:
-            report = Report()
-            try:
-                self._hand_over(report, time.monotonic() + START_SECONDS if deadline is None else deadline)
-            except BaseException:
-                self.close()
-                raise
-            reports = all_gather_values(report)
-            rank = cause_of(reports)
-            if rank is not None:
-                self.close()
-                cause = reports[rank]
-                where = f"rank {rank}: " if len(reports) > 1 else ""
-                if cause.error_class not in ("Unsendable", "Start", "NoGuard"):  # it may do better another time
-                    raise NoProcess(TrialResult(outcome=cause.kind, message=where + cause.message))
-                if cause.error_class == "NoGuard" and is_master():
-                    warnings.warn(
-                        f"Plans cannot be tried in new processes: {cause.message}", DrivetrainWarning, stacklevel=2
-                    )
-                if self._can_fork():
-                    self._forked = cause.message
-                    return self.obstacle(deadline)
-                self._obstacle = where + cause.message
+        if self._obstacle is not None:
+            return self._obstacle
+        report = Report()
+        try:
+            self._hand_over(report, time.monotonic() + START_SECONDS if deadline is None else deadline)
+        except BaseException:
+            self.close()
+            raise
+        reports = all_gather_values(report)
+        if (rank := cause_of(reports)) is None:
+            return None
+        self.close()
+        cause = reports[rank]
+        message = f"rank {rank}: {cause.message}" if len(reports) > 1 else cause.message
+        result = TrialResult(outcome=cause.kind, message=message)
+        if cause.error_class not in ("Unsendable", "Start", "NoGuard"):
+            return result
+        if cause.error_class == "NoGuard" and is_master():
+            warnings.warn(f"Plans cannot be tried in new processes: {cause.message}", DrivetrainWarning, stacklevel=2)
+        if self._can_fork():
+            self._forked = cause.message
+            return self.obstacle(deadline)
+        self._obstacle = replace(result, error_class="Unsendable")
         return self._obstacle
 
     def _can_fork(self) -> bool:
@@ -162,27 +163,21 @@ class TrialPool:
     def _hand_over(self, report: Report, deadline: float) -> None:
         """Start a process and give it the task; all ranks go through this together."""
         self._agree_on_address()
-        payload, reason = _payload(self.task) if self._forked is None else (pickle.dumps(None), "")
-        if payload is None:
-            report.fail("error", reason, "Unsendable")
+        payload = _payload(self.task) if self._forked is None else pickle.dumps(None)
+        if isinstance(payload, str):
+            report.fail("error", payload, "Unsendable")
         elif self._process is None:
             try:
                 self._start()
-            except (
-                AssertionError,
-                OSError,
-            ) as error:  # a daemonic process may start none; the system may not allow one
+            except (AssertionError, OSError) as error:  # in a daemonic process, or not allowed by the system
                 report.fail("error", f"no process can be started here ({error})", "Start")
-
-        def is_ready() -> bool:
-            return self._process is not None and self._process.is_ready
-
         limit = max(deadline - time.monotonic(), 1.0)
-        self._watch(report, lambda: report.check_time(deadline, limit, limit), is_ready)
-        if report.state == "running" and self._process is not None and payload is not None:
+        check_time = partial(report.check_time, deadline, limit, limit)
+        self._watch(report, check_time, lambda: self._process is not None and self._process.is_ready)
+        if report.state == "running" and self._process is not None and isinstance(payload, bytes):
             self._process.send(payload)
         del payload
-        self._watch(report, lambda: report.check_time(deadline, limit, limit))
+        self._watch(report, check_time)
 
     def _start(self) -> None:
         self._generation += 1
@@ -201,8 +196,9 @@ class TrialPool:
         """Let rank 0 open the place where the processes meet: a folder on one machine, else a port that the system chooses."""
         if not is_distributed() or self._meeting is not None:
             return
-        made = tempfile.mkdtemp(prefix="drivetrain-trial-") if get_rank() == 0 else None
-        if made is not None:
+        made = None
+        if get_rank() == 0:
+            made = tempfile.mkdtemp(prefix="drivetrain-trial-")
             weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
         folder = Path(broadcast_from_master(made))
         hosts = all_gather_values(socket.gethostname() if folder.is_dir() else None)
@@ -269,24 +265,22 @@ class TrialPool:
         """Try one plan on all ranks; see `run_trial`. The plain model is run once for all plans of a pool."""
         began = time.monotonic()
         order = self._order(plan, steps, verify, yardstick)
-        if (reason := _unsendable(order)) is not None and self._can_fork():
+        if (unsendable := _unsendable(order)) is not None and self._can_fork():
             self.close()
-            self._forked = reason
+            self._forked = unsendable.message
         if self._forked is not None:
             order = replace(order, methods=())  # a forked process knows them
-        try:
-            obstacle = _unsendable(order) or self.obstacle(min(deadline, began + START_SECONDS))
-        except NoProcess as error:
-            return error.result
+        obstacle = _unsendable(order) or self.obstacle(min(deadline, began + START_SECONDS))
         if obstacle is not None:
-            return self._run_here(order, deadline, obstacle, memory_share)
+            may_help = obstacle.error_class == "Unsendable"
+            return self._run_here(order, deadline, obstacle.message, memory_share) if may_help else obstacle
         assert self._process is not None
         report = Report(began=began)
         silence = max(self.patience, 5 * (predicted or 0.0))
         compiling = max(silence, deadline - time.monotonic() - RESTART_SECONDS)
         try:
             self._process.send(pickle.dumps(order))
-            self._watch(report, lambda: report.check_time(deadline, silence, compiling))
+            self._watch(report, partial(report.check_time, deadline, silence, compiling))
             reports = all_gather_values(report)
         except BaseException:
             self.close()
@@ -300,7 +294,7 @@ class TrialPool:
         return result
 
     def _order(self, plan: Strategy, steps: int, verify: bool, yardstick: Yardstick | None) -> Order:
-        methods = tuple(map(find_method, dict.fromkeys(plan.opt_names())))
+        methods = map(find_method, dict.fromkeys(plan.opt_names()))
         return Order(
             plan=Strategy(plan.opt_list, batch=plan.batch),
             methods=tuple(method for method in methods if not type(method).__module__.startswith("drivetrain.")),
@@ -313,12 +307,11 @@ class TrialPool:
     def _keep_yardstick(self, result: TrialResult) -> None:
         """Keep the plain model's numbers for the next plans; where it does not fit, those of the first plan that does."""
         found = result.yardstick
-        if found is None or result.outcome != "ok":
-            return
-        if found.source != PLAIN:
-            self._plain_fits = False
-        if found.samples not in self._yardsticks or self._yardsticks[found.samples].is_steady is None:
-            self._yardsticks[found.samples] = found
+        if found is not None and result.outcome == "ok":
+            self._plain_fits = self._plain_fits and found.source == PLAIN
+            known = self._yardsticks.get(found.samples)
+            if known is None or known.is_steady is None:
+                self._yardsticks[found.samples] = found
 
     def _run_here(self, order: Order, deadline: float, obstacle: str, memory_share: float | None) -> TrialResult:
         """Try a plan in this process, if that is safe enough; otherwise return why it was not tried."""
@@ -362,35 +355,23 @@ class _DeadlineReached(Exception):
     """Ends a trial in this process between two steps."""
 
 
-class NoProcess(Exception):
-    """No process could be started this time. `result` has the reason."""
-
-    def __init__(self, result: TrialResult):
-        super().__init__(f"{result.outcome}: {result.message}")
-        self.result = result
-
-
-def _unsendable(order: Order) -> str | None:
+def _unsendable(order: Order) -> TrialResult | None:
     try:
         pickle.dumps(order)
     except Exception as error:  # a registered method may hold anything
-        return f"the plan cannot be sent to another process ({type(error).__name__}: {error})."
+        message = f"the plan cannot be sent to another process ({type(error).__name__}: {error})."
+        return TrialResult(outcome="error", message=message, error_class="Unsendable")
     return None
 
 
-def _payload(task: TrainingTask) -> tuple[bytes | None, str]:
+def _payload(task: TrainingTask) -> bytes | str:
     """Return the task as it travels: with the function that makes the model, else with the model; or why it cannot."""
-    attempts = []
-    if task.model_fn is not None:
-        attempts.append(replace(task, model=None))
-    if task.model is not None:
-        attempts.append(replace(task, model_fn=None))
     reasons = []
-    for attempt in attempts:
-        try:
-            return pickle.dumps(
-                attempt
-            ), ""  # by value: torch's own way would move the caller's weights to shared memory
+    for attempt in (replace(task, model=None), replace(task, model_fn=None)):
+        if attempt.model is None and attempt.model_fn is None:
+            continue
+        try:  # by value: torch's own way would move the caller's weights to shared memory
+            return pickle.dumps(attempt)
         except Exception as error:  # a model may hold anything
             reasons.append(f"{type(error).__name__}: {error}")
-    return None, f"the task cannot be sent to another process ({'; '.join(reasons)})."
+    return f"the task cannot be sent to another process ({'; '.join(reasons)})."
