@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import ConfigTypeError, DrivetrainError, StrategyFormatError, unknown_name
-from drivetrain.core.files import load_json, replace_bytes
+from drivetrain.core.files import load_json
 from drivetrain.core.lazy import Slot
 from drivetrain.core.types import Settings
 from drivetrain.strategy.registry import find_method
@@ -53,18 +53,9 @@ def dump(plan: "Strategy") -> str:
         return json.dumps(as_plain(plan), indent=2)
     except TypeError as error:
         raise StrategyFormatError(
-            f"the plan cannot be written as JSON: {error}. Functions in a configuration are not saved; pass them again when "
-            f"you load the plan."
+            f"the plan cannot be written as JSON: {error}. Functions in a configuration are not saved; pass them again when you load "
+            "the plan."
         ) from error
-
-
-def save(plan: "Strategy", path: str | os.PathLike[str]) -> None:
-    """Write a plan to a temporary file and rename it."""
-    target = Path(path)
-    reject_pickle_name(target)
-    text = dump(plan)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    replace_bytes(target, text.encode() + b"\n")
 
 
 def reject_pickle_name(path: str | os.PathLike[str]) -> None:

@@ -129,7 +129,7 @@ def _merged(plan: "Strategy") -> dict[str, Any]:
 
 
 def _expanded(merged: dict[str, Any]) -> dict[str, Any]:
-    """Replace methods that stand for others by those; an entry of its own must say the same, or nothing at all."""
+    """Replace methods that combine others by those. An entry for one of them must have the same settings, or none."""
     for name, config in list(merged.items()):
         method = find_method(name)
         parts = method.expand(config)

@@ -10,7 +10,7 @@ A model on the meta device has nothing to record: here it gets memory and its fi
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,71 +51,55 @@ def _shallow(value: object) -> object:
     return value.copy() if isinstance(value, dict | set | list) else value
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ProcessSettings:
-    """The settings of a process at one moment."""
+    """The settings of a process at one moment, by name."""
 
-    threads: int
-    dtype: torch.dtype
-    precision: tuple[str, ...]
-    """How float32 products are computed, by backend."""
-    legacy_precision: str | None
-    """The same under its older name; None where torch cannot say it."""
-    benchmark: bool
-    deterministic: bool
-    warn_only: bool
-    activation_budget: float
-    """Share of the activations that the compiler may keep."""
+    values: Mapping[str, Any]
 
     @classmethod
     def capture(cls) -> "ProcessSettings":
         """Return the settings of this process. No device is initialized."""
-        return cls(
-            threads=torch.get_num_threads(),
-            dtype=torch.get_default_dtype(),
-            precision=tuple(backend.fp32_precision for backend in _backends()),
-            legacy_precision=_legacy_precision(),
-            benchmark=torch.backends.cudnn.benchmark,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
-            activation_budget=_functorch().activation_memory_budget
-            if "torch._functorch.config" in sys.modules
-            else 1.0,
-        )
+        return cls({name: read() for name, (read, _) in _settings().items()})
 
     def restore(self) -> None:
         """Apply the settings to this process."""
-        torch.set_num_threads(self.threads)
-        torch.set_default_dtype(self.dtype)
-        if self.legacy_precision is not None and self.legacy_precision != _legacy_precision():
-            torch.set_float32_matmul_precision(self.legacy_precision)
-        for backend, value in zip(_backends(), self.precision):
-            if backend.fp32_precision != value:
-                backend.fp32_precision = value
-        torch.backends.cudnn.benchmark = self.benchmark
-        now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        if now != (self.deterministic, self.warn_only):  # the call imports the compiler, which takes seconds
-            torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
-        if self.activation_budget != 1.0 or "torch._functorch.config" in sys.modules:
-            _functorch().activation_memory_budget = self.activation_budget
+        for name, (read, write) in _settings().items():
+            value = self.values.get(name, 1.0)  # a compiler that was not loaded yet keeps all activations
+            if value is not None and value != read():  # some calls import the compiler, which takes seconds
+                write(value)
 
 
-def _backends() -> tuple[Any, ...]:
+def _settings() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
+    """Return how each setting is read and written, in the order in which they are restored."""
     backends: Any = torch.backends
-    return backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul
+    found: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+        "threads": (torch.get_num_threads, torch.set_num_threads),
+        "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+        "precision": (_older_precision, torch.set_float32_matmul_precision),
+        "deterministic": (
+            lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+            lambda flags: torch.use_deterministic_algorithms(flags[0], warn_only=flags[1]),
+        ),
+        "benchmark": _attribute(backends.cudnn, "benchmark"),
+    }  # fmt: skip
+    holders = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul)
+    found |= {f"precision {index}": _attribute(holder, "fp32_precision") for index, holder in enumerate(holders)}
+    if (compiler := sys.modules.get("torch._functorch.config")) is not None:
+        found["activation budget"] = _attribute(compiler, "activation_memory_budget")
+    return found
 
 
-def _legacy_precision() -> str | None:
+def _attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    return lambda: getattr(holder, name), lambda value: setattr(holder, name, value)
+
+
+def _older_precision() -> str | None:
+    """Return the precision of float32 products under its older name."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # set through the newer names, in a way that the older one cannot express
         return None
-
-
-def _functorch() -> Any:
-    from torch._functorch import config
-
-    return config
 
 
 def materialise(

@@ -107,27 +107,20 @@ class Stepping:
             self.begin(info, total)
             yield batch
 
-    def loss(self, inputs: object, outputs: object) -> Any:
+    def loss(self, inputs: Any, outputs: Any) -> Any:
         """Return the user's loss with its true value and a gradient weighted for the window."""
-        result = self.plain_loss(inputs, outputs)
         if self.pipeline is not None:  # its gradients were computed, and weighted, when the model ran
-            return result
+            is_trained = isinstance(outputs, PipelineOutput) and self.pipeline.training
+            return outputs.loss if is_trained else self.pipeline.joined_loss(inputs, outputs, self._user_loss)
         items = self.items_of(inputs) if torch.is_grad_enabled() else None
-        return with_first(result, lambda loss: self.weigh(loss, items))
+        return with_first(self._user_loss(inputs, outputs), lambda loss: self.weigh(loss, items))
 
     def items_of(self, inputs: object) -> Count | None:
         """Return how many items the loss of a prepared input is a mean over; None for its samples, or if nothing is divided."""
         if self.count_items is None or (self.window.is_plain and self.pipeline is None):
             return None
-        is_empty = self._info is not None and self._info.size == 0  # a stand-in for a rank that has no samples left
+        is_empty = self._info is not None and self._info.size == 0  # this rank has no samples left
         return 0 if is_empty else self.count_items(inputs)
-
-    def plain_loss(self, inputs: Any, outputs: Any) -> Any:
-        """Return the user's loss in the plan's precision, without weights."""
-        if self.pipeline is not None:
-            is_trained = isinstance(outputs, PipelineOutput) and self.pipeline.training
-            return outputs.loss if is_trained else self.pipeline.joined_loss(inputs, outputs, self._user_loss)
-        return self._user_loss(inputs, outputs)
 
     def _user_loss(self, inputs: object, outputs: object) -> object:
         if self._loss_func is None:
@@ -200,7 +193,7 @@ class Stepping:
     def may_clear(self) -> bool:
         """Return whether clearing gradients loses nothing: before the first backward of a window, or after its update.
 
-        So `zero_grad` may stand at the beginning of a loop's body as well as at its end.
+        So `zero_grad` may be at the beginning of a loop's body as well as at its end.
         """
         return self.window.closes if self._is_stepped else self.window.opens
 

@@ -10,17 +10,19 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 import torch
 from torch import nn
 
 from drivetrain.core.errors import ConfigTypeError, PlanInfeasible, StrategyFormatError, unknown_name
+from drivetrain.core.files import replace_bytes
 from drivetrain.core.types import Settings
 from drivetrain.strategy.batching import BatchSplit, replan_batch
 from drivetrain.strategy.explain import difference, draw, explain
 from drivetrain.strategy.mesh import DATA_AXES, resize_axes
-from drivetrain.strategy.reading import dump, load, parse_json, save
+from drivetrain.strategy.reading import dump, load, parse_json, reject_pickle_name
 from drivetrain.strategy.registry import find_method, mesh_method
 
 Evidence = Literal["given", "modelled", "simulated", "measured"]
@@ -264,7 +266,10 @@ class Strategy:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as a JSON file, atomically."""
-        save(self, path)
+        reject_pickle_name(path)
+        text = self.to_json()
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        replace_bytes(Path(path), text.encode() + b"\n")
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Strategy":

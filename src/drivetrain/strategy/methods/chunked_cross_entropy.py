@@ -1,6 +1,6 @@
 """Compute the cross entropy of a large vocabulary chunk by chunk, so that the logits never exist at once.
 
-While the model trains it returns hidden states; the loss function is called with an object that stands for the logits
+While the model trains it returns hidden states; the loss function is called with an object that represents the logits
 (`drivetrain.module.deferred_logits`). A model that computes its own loss, as those of transformers do, gets that object from its last
 layer. In evaluation nothing is different.
 """

@@ -123,7 +123,7 @@ class NativeDynamo(Method):
         if whole and config.include_loss and ctx.plan.config("chunked_cross_entropy") is None:
             ctx.loss_changes.append(lambda loss_func: compile_loss(loss_func, **settings))
         breaks = GraphBreaks()
-        # A module stays one: it may have parameters that somebody saves or moves.
+        # A module stays one: it may have parameters that are saved or moved.
         ctx.loss_changes.append(
             lambda loss_func: loss_func if isinstance(loss_func, nn.Module) else _ReportBreaks(loss_func, breaks, ctx)
         )

@@ -57,7 +57,7 @@ class Order:
     steps: int
     verify: bool = True
     yardsticks: tuple[Yardstick, ...] = ()
-    """What is known of how it ought to be."""
+    """The expected results that are known."""
     plain_fits: bool = True
     """Whether the plain model may fit on the device; False where it did not in an earlier trial."""
 

@@ -17,8 +17,8 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
@@ -38,6 +38,8 @@ from drivetrain.strategy.trial.measuring import Order, failure_of, measure, tidy
 from drivetrain.strategy.trial.memory import MemoryKills, MemoryMeter, resident_bytes_of
 from drivetrain.strategy.trial.report import Report
 
+MARK = "DRIVETRAIN_TRIAL"
+"""The environment variable of processes that were started to try a plan."""
 NO_GUARD = (
     "A new process runs the script's top level again. Start training under `if __name__ == '__main__':`, so that it does not run "
     "there."
@@ -71,15 +73,17 @@ class TrialProcess:
         """Whether it has begun to listen."""
         self.is_received = False
         """Whether it holds the task."""
+        os.environ[MARK] = str(os.getpid())
         try:
-            with marked_environment(), warnings.catch_warnings():
-                # Of forking in a process with threads: the child uses none of them.
-                warnings.simplefilter("ignore", DeprecationWarning)
+            with warnings.catch_warnings(
+                action="ignore", category=DeprecationWarning
+            ):  # of forking with threads, unused there
                 self._process.start()
         except BaseException:
             self._pipe.close()
             raise
         finally:
+            del os.environ[MARK]
             theirs.close()
 
     @property
@@ -140,10 +144,6 @@ class TrialProcess:
         self._process.close()
 
 
-MARK = "DRIVETRAIN_TRIAL"
-"""The environment variable of processes that were started to try a plan."""
-
-
 def reject_inside_trial(what: str) -> None:
     """Raise in a trial process: the script's top level called something that trains or starts trials.
 
@@ -158,16 +158,6 @@ def reject_inside_trial(what: str) -> None:
         f"{what} was called inside a process that only tries a plan. The process runs the script's top level again, so put the "
         "call under a main guard:\n\n    if __name__ == '__main__':\n        main()\n"
     )
-
-
-@contextmanager
-def marked_environment() -> Iterator[None]:
-    """Mark the processes that are started in this context."""
-    os.environ[MARK] = str(os.getpid())
-    try:
-        yield
-    finally:
-        del os.environ[MARK]
 
 
 LEFT_BYTES = {"cuda": 128 << 20}
@@ -209,7 +199,7 @@ class _Service:
             sent = self.pipe.recv()
         except EOFError:
             raise
-        except Exception as error:  # whatever importing somebody's modules raises
+        except Exception as error:  # whatever importing the user's modules raises
             message = f"the task cannot be read in another process ({type(error).__name__}: {error})"
             self.tell("failed", kind="error", message=message, error_class="Unsendable", is_echo=False)
             self._wait_for_end()

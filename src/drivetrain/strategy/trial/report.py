@@ -77,11 +77,11 @@ ReportState = Literal["running", "over", "cut", "failed", "echo"]
 
 @dataclass(kw_only=True)
 class Report:
-    """What one process has said."""
+    """What one process has reported."""
 
     began: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
-    """When the process last said something."""
+    """When the process last reported something."""
     state: ReportState = "running"
     kind: OutcomeKind = "ok"
     message: str = ""
