@@ -113,13 +113,13 @@ def test_closure_cannot_be_launched_once_cuda_has_started(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ({"nproc_per_node": 0}, "nproc_per_node: 0"),
-        ({"nproc_per_node": "all"}, "nproc_per_node: 'all'"),
+        ({"nproc_per_node": 0}, "nproc_per_node=0"),
+        ({"nproc_per_node": "all"}, "nproc_per_node='all'"),
         ({"nproc_per_node": 1.5}, "'auto' for one per accelerator"),
         ({"nnodes": 2, "node_rank": 2}, "node_rank=2 does not fit nnodes=2"),
         ({"nnodes": 0}, "nnodes=0"),
         ({"master_port": 0}, "master_port: 0"),
-        ({"max_restarts": -1}, "max_restarts: -1"),
+        ({"max_restarts": -1}, "max_restarts=-1"),
     ],
 )
 def test_impossible_launch_is_refused_before_a_process_starts(arguments, expected):

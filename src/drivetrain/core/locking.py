@@ -273,15 +273,12 @@ def _look(path: Path) -> Owner | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     known = {"token": f"{status.st_ino:016x}", "beat": status.st_mtime_ns}
-    with suppress(ValueError, RecursionError):
-        content = json.loads(data)
-        if isinstance(content, dict):
-            texts = ("host", "machine", "started", "since")
-            known |= {name: content[name] for name in texts if isinstance(content.get(name), str)}
-            if type(content.get("pid")) is int and 0 < content["pid"] < 2**31:
-                known["pid"] = content["pid"]
-            if isinstance(content.get("token"), str) and _TOKEN.fullmatch(content["token"]):
-                known["token"] = content["token"]
+    with suppress(ValueError, RecursionError, AttributeError):  # what is not a dict has no items
+        for name, value in json.loads(data).items():
+            is_text = name in ("host", "machine", "started", "since") and isinstance(value, str)
+            is_pid = name == "pid" and type(value) is int and 0 < value < 2**31
+            if is_text or is_pid or (name == "token" and isinstance(value, str) and _TOKEN.fullmatch(value)):
+                known[name] = value
     return Owner(**known)  # type: ignore[arg-type]
 
 

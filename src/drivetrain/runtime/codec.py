@@ -75,7 +75,7 @@ class Packer:
     plain: ClassVar[frozenset[type]] = PLAIN
     depth_limit: ClassVar[int] = sys.maxsize
 
-    def __init__(self, special: Special | None, tensor: Callable[[Tensor], object]):
+    def __init__(self, special: Special | None, tensor: Callable[..., object]):
         self.special, self.tensor = special, tensor
         self._inside: set[int] = set()
 
@@ -145,14 +145,10 @@ class Packer:
 
 
 class JsonPacker(Packer):
-    """One packing of a value in state form into the JSON form."""
+    """One packing of a value in state form into the JSON form. `tensor` stores a tensor, given its path too."""
 
     plain = frozenset({type(None), bool, str})
     depth_limit = DEPTH_LIMIT
-
-    def __init__(self, special: Special | None, tensor: Callable[[Tensor, str], object]):
-        super().__init__(special, Tensor.detach)
-        self._name_tensor = tensor
 
     def items(self, values: Iterable[object], path: str) -> list[object]:
         """Return the items of a sequence, packed; whole numbers, such as the order of an epoch, are only tested together."""
@@ -174,7 +170,7 @@ class JsonPacker(Packer):
         return CheckpointError(f"{path[:60]}...: nested more than {DEPTH_LIMIT} levels deep, or containing itself.")
 
     def _pack_tensor(self, tensor: Tensor, path: str) -> object:
-        return self._name_tensor(tensor, path)
+        return self.tensor(tensor, path)
 
     def _pack_known(self, value: Any, path: str) -> object:
         kind = type(value)

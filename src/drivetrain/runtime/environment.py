@@ -67,23 +67,15 @@ def _from_torchrun(env: Mapping[str, str]) -> LaunchedWorld:
                 f"the environment has {given}={env[given]!r} but no {missing}; set both or neither. Start the program "
                 f"with torchrun, accelerate launch or srun, which set both, or unset {given} to run on one process."
             )
-    rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE", least=1)
-    if rank >= world_size:
-        raise DistributedError(
-            f"RANK={rank} does not fit WORLD_SIZE={world_size}: ranks run from 0 to {world_size - 1}. Give every "
-            "process its own RANK below WORLD_SIZE, or let torchrun set both."
-        )
+    rank, world_size = _position(
+        env, "RANK", "WORLD_SIZE", "Give every process its own RANK, or let torchrun set both."
+    )
     local_world_size = _integer(env, "LOCAL_WORLD_SIZE", least=1) if "LOCAL_WORLD_SIZE" in env else None
     if env.get("LOCAL_RANK", "-1") == "-1":  # some launchers set -1 for "not given"
         local_rank = rank % (local_world_size or world_size)
     else:
-        local_rank = _integer(env, "LOCAL_RANK")
-    if local_rank >= (local_world_size or world_size):
-        name = "LOCAL_WORLD_SIZE" if local_world_size else "WORLD_SIZE"
-        raise DistributedError(
-            f"LOCAL_RANK={local_rank} does not fit {name}={local_world_size or world_size}: local ranks are 0 to "
-            "the number of processes minus 1. Let the launcher set both."
-        )
+        size_name = "LOCAL_WORLD_SIZE" if local_world_size else "WORLD_SIZE"
+        local_rank, _ = _position(env, "LOCAL_RANK", size_name, "Let the launcher set both.")
     return LaunchedWorld(
         rank=rank,
         world_size=world_size,
@@ -107,12 +99,8 @@ def _in_slurm_step(env: Mapping[str, str]) -> bool:
 
 def _from_slurm(env: Mapping[str, str]) -> LaunchedWorld:
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
-    rank, world_size = _integer(env, "SLURM_PROCID"), _integer(env, tasks, least=1)
-    if rank >= world_size:
-        raise DistributedError(
-            f"SLURM_PROCID={rank} does not fit {tasks}={world_size}: task numbers run from 0 to {world_size - 1}. "
-            "Start the program with srun, or unset SLURM_PROCID to run on one process."
-        )
+    advice = "Start the program with srun, or unset SLURM_PROCID to run on one process."
+    rank, world_size = _position(env, "SLURM_PROCID", tasks, advice)
     if "WORLD_SIZE" in env and _integer(env, "WORLD_SIZE", least=1) != world_size:
         raise DistributedError(
             f"WORLD_SIZE={env['WORLD_SIZE']} and {tasks}={world_size} contradict each other. Unset WORLD_SIZE, or "
@@ -121,10 +109,8 @@ def _from_slurm(env: Mapping[str, str]) -> LaunchedWorld:
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
     num_nodes = env.get("SLURM_STEP_NUM_NODES") or env.get("SLURM_NNODES")
     first_node = "127.0.0.1" if num_nodes == "1" or not nodes else first_slurm_host(nodes)
-    job = re.sub(r"\D", "", env.get("SLURM_JOB_ID", "")) or "0"
-    step = re.sub(r"\D", "", env.get("SLURM_STEP_ID", "")) or "0"
-    # Every task derives the same port; steps of one job, and jobs on one node, get different ones.
-    port = 15000 + (int(job) * 7 + int(step)) % 15000
+    job, step = (int(re.sub(r"\D", "", env.get(name, "")) or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    port = 15000 + (job * 7 + step) % 15000  # the same in every task; steps of one job, and jobs on one node, differ
     return LaunchedWorld(
         rank=rank,
         world_size=world_size,
@@ -163,6 +149,16 @@ def seconds_from(variable: str, default: float | None) -> float | None:
     if not 0 <= seconds < float("inf"):
         raise ConfigError(f"{variable}={text!r}: expected a number of seconds, or 0 to wait forever.")
     return seconds
+
+
+def _position(env: Mapping[str, str], rank_name: str, size_name: str, advice: str) -> tuple[int, int]:
+    """Return a rank and the number of ranks, which must fit each other."""
+    rank, size = _integer(env, rank_name), _integer(env, size_name, least=1)
+    if rank >= size:
+        raise DistributedError(
+            f"{rank_name}={rank} does not fit {size_name}={size}: expected 0 to {size - 1}. {advice}"
+        )
+    return rank, size
 
 
 def _integer(env: Mapping[str, str], name: str, least: int = 0) -> int:

@@ -11,7 +11,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from drivetrain.core.errors import ConfigError, DistributedError
+from drivetrain.core.arguments import check_number
+from drivetrain.core.errors import DistributedError
 from drivetrain.runtime.collectives import control_group, forget_groups
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.environment import LaunchedWorld, launched_world
@@ -35,7 +36,8 @@ def init_distributed(backend: str | None = None, timeout: float | timedelta | No
             "torchrun --nproc-per-node N program.py, or from Python with drivetrain.runtime.launch.launch(function, N). "
             "One process needs no process group."
         )
-    limit = _timeout(timeout)
+    if timeout is not None and not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=check_number("timeout", timeout, above=0, hint=" of seconds, a timedelta, or None"))
     _check_address(world)
     device = choose_device("cpu" if backend == "gloo" else "auto")
     chosen = backend or _backend_for(device)
@@ -46,10 +48,10 @@ def init_distributed(backend: str | None = None, timeout: float | timedelta | No
         keep_to_loopback()
     dist.init_process_group(
         backend=chosen,
-        store=open_store(world, limit or dist.distributed_c10d.default_pg_timeout),
+        store=open_store(world, timeout or dist.distributed_c10d.default_pg_timeout),
         world_size=world.world_size,
         rank=world.rank,
-        timeout=limit,
+        timeout=timeout,
         device_id=device if device.type == "cuda" and "nccl" in chosen else None,
     )
     control_group()
@@ -87,16 +89,6 @@ def _backend_for(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
-def _timeout(timeout: float | timedelta | None) -> timedelta | None:
-    if timeout is None or isinstance(timeout, timedelta):
-        return timeout
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0:
-        raise ConfigError(
-            f"timeout: {timeout!r} is not a positive number of seconds. Give seconds, a timedelta, or None."
-        )
-    return timedelta(seconds=timeout)
-
-
 def _check_address(world: LaunchedWorld) -> None:
     if has_private_store():
         return
@@ -117,14 +109,13 @@ def _check_backend(backend: str) -> None:
     """Reject a backend this build of torch lacks, or whose device is absent, before a process waits for it."""
     for entry in backend.split(","):
         name = entry.rpartition(":")[2].strip().lower()
-        available = dist.is_backend_available(name)
+        reason = None if dist.is_backend_available(name) else "this build of torch does not have it"
         if name == "nccl" and not torch.cuda.is_available():
             reason = "it needs a CUDA device, and torch finds none"
-        elif not available:
-            reason = "this build of torch does not have it"
-        else:
-            continue
-        raise DistributedError(f"backend {name!r} cannot be used: {reason}. Use 'gloo', or None to choose by device.")
+        if reason:
+            raise DistributedError(
+                f"backend {name!r} cannot be used: {reason}. Use 'gloo', or None to choose by device."
+            )
 
 
 def _check_same_backend(backend: str | None) -> None:

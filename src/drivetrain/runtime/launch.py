@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from drivetrain.core.errors import ConfigError, DistributedError, unknown_name
+from drivetrain.core.arguments import check_choice, check_count
+from drivetrain.core.errors import ConfigError, DistributedError
 from drivetrain.runtime.environment import in_launched_process
 from drivetrain.runtime.hangs import HANG_STATUS
 from drivetrain.runtime.store import STORE_VARIABLE, loopback_variables
@@ -144,8 +145,7 @@ def notebook_launcher(
 
     `mixed_precision` becomes the default of every Trainer within.
     """
-    if mixed_precision not in PRECISIONS:
-        raise ConfigError(unknown_name("precision", mixed_precision, PRECISIONS, where="mixed_precision"))
+    check_choice("mixed_precision", mixed_precision, PRECISIONS)
     if not str(use_port).isdecimal():
         raise ConfigError(f"use_port: {use_port!r} is not a port number, such as '29500'.")
     port = int(use_port)
@@ -169,12 +169,7 @@ def _num_workers(nproc_per_node: int | str) -> int:
     if nproc_per_node == "auto":
         with _environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):  # counting must not start CUDA, or forking is over
             return max(1, torch.accelerator.device_count())
-    if isinstance(nproc_per_node, bool) or not isinstance(nproc_per_node, int) or nproc_per_node < 1:
-        raise ConfigError(
-            f"nproc_per_node: {nproc_per_node!r} is not a number of processes. Give a whole number of at least 1, or "
-            "'auto' for one per accelerator."
-        )
-    return nproc_per_node
+    return check_count("nproc_per_node", nproc_per_node, hint=", or 'auto' for one per accelerator")
 
 
 def _check_nodes(nnodes: int, node_rank: int, master_port: int | None, max_restarts: int) -> None:
@@ -182,8 +177,7 @@ def _check_nodes(nnodes: int, node_rank: int, master_port: int | None, max_resta
         raise ConfigError(f"node_rank={node_rank} does not fit nnodes={nnodes}: nodes have numbers from 0 on.")
     if master_port is not None and not 0 < master_port < 65536:
         raise ConfigError(f"master_port: {master_port!r} is not a port from 1 to 65535, or None for a free one.")
-    if max_restarts < 0:
-        raise ConfigError(f"max_restarts: {max_restarts!r} is negative. Give 0 to stop at the first failure.")
+    check_count("max_restarts", max_restarts, at_least=0, hint=", which stops at the first failure")
 
 
 def _start_method(function: Callable[..., object], args: Sequence[object]) -> Literal["spawn", "fork"]:

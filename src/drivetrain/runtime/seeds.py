@@ -17,7 +17,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from drivetrain.core.errors import ConfigError, DrivetrainWarning, StateError, unknown_name
+from drivetrain.core.arguments import check_choice
+from drivetrain.core.errors import ConfigError, DrivetrainWarning, StateError
 from drivetrain.core.types import StateDict
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.ranks import get_rank, is_distributed
@@ -177,8 +178,7 @@ def set_deterministic(mode: Literal["off", "warn", "strict"]) -> None:
     `off` without an earlier call changes nothing, so a program's own settings survive a run with the default mode.
     """
     global _before_deterministic
-    if mode not in ("off", "warn", "strict"):
-        raise ConfigError(unknown_name("mode", mode, ["off", "warn", "strict"], where="deterministic"))
+    check_choice("deterministic", mode, ("off", "warn", "strict"))
     if mode == "off":
         if _before_deterministic is not None:
             _apply_settings(_before_deterministic)
