@@ -1,13 +1,11 @@
 """What the other files need to know about DTensors, without importing DTensor first."""
 
 import sys
-from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def is_dtensor(value: object) -> bool:
@@ -46,10 +44,8 @@ def fit_tensor(value: Tensor, live: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def synchronise(tensors: list[Tensor], mesh: "DeviceMesh") -> None:
+def synchronise(tensors: list[Tensor], mesh: DeviceMesh) -> None:
     """Copy the values of the first rank of the mesh to all its ranks."""
-    import torch.distributed as dist
-
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
         for tensor in tensors:

@@ -12,18 +12,16 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from drivetrain.core.arguments import check_choice, check_count
 from drivetrain.module.distributed_tensors import local_part
 from drivetrain.runtime.device import AsyncReadback
 from drivetrain.runtime.ranks import is_distributed
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 Action = Literal["skip", "stop", "rollback", "ignore"]
 ALIASES = {"raise": "stop"}
@@ -74,10 +72,10 @@ def nonfinite_flag(tensors: Sequence[Tensor]) -> Tensor:
     return found
 
 
-def on_any_rank(flags: Tensor, group: "ProcessGroup | None" = None) -> Tensor:
+def on_any_rank(flags: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Set flags on all ranks where they are set on any, in place; nothing without a process group."""
     if is_distributed():
-        torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=group)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
     return flags
 
 

@@ -2,17 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_map_only
 
 from drivetrain.core.types import StateDict
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # ---------------------------------------------------------------------- fused kernels: one launch for all parameters
 
@@ -80,7 +78,10 @@ def _fill_momentum(optimizer: Optimizer) -> None:
 
 
 def split_optimizer(
-    build: Callable[..., Optimizer], groups: Any, settings: Mapping[str, object], process_group: "ProcessGroup | None"
+    build: Callable[..., Optimizer],
+    groups: Any,
+    settings: Mapping[str, object],
+    process_group: dist.ProcessGroup | None,
 ) -> Optimizer:
     """Return `build(groups, **settings)` with its state split over the ranks of a group."""
     return _split_class()(list(groups), optimizer_class=build, process_group=process_group, **settings)
@@ -100,7 +101,7 @@ def _split_class() -> Callable[..., Optimizer]:
             own = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), self.optim.state_dict())
             parts: list[object] = [None] * self.world_size
             # Pickled: tensors of any number, and whatever a user's optimizer keeps in its groups.
-            torch.distributed.all_gather_object(parts, own, group=self.process_group)
+            dist.all_gather_object(parts, own, group=self.process_group)
             self._all_state_dicts = parts
             try:
                 return super().state_dict()
@@ -126,11 +127,9 @@ def _split_class() -> Callable[..., Optimizer]:
 #
 # In float32 where the model has 16 bits (Micikevicius et al., 2018), or in host memory where the device has no room for the optimizer's
 # state (Ren et al., 2021, ZeRO-Offload, arXiv 2101.06840). The optimizer holds the copies; its class becomes a generated subclass that
-# takes gradients from the model's parameters before a step and writes the new values back after it. Small updates, which half precision
-# would round away, add up in the copies. Copies on the host are updated there: gradients come down and parameters go up in transfers that
-# are all started before the first is waited for. A copy of the parameter's own type holds nothing that the parameter does not, so it is
-# not saved. Copies are refreshed when other code has written into the parameters. So states pass freely between runs with and without
-# copies.
+# takes gradients from the model's parameters before a step and writes the new values back after it. Transfers to and from copies on the
+# host are all started before the first is waited for. A copy of the parameter's own type is not saved, and copies are refreshed when
+# other code has written into the parameters, so states pass freely between runs with and without copies.
 
 
 class MasterCopies:
@@ -154,18 +153,14 @@ class MasterCopies:
             elif master.device == grad.device:
                 master.grad = grad.to(master.dtype)
             else:
-                master.grad = self._buffer(master)
-                master.grad.copy_(grad, non_blocking=True)
+                if id(master) not in self._buffers:
+                    buffer = torch.empty_like(master, requires_grad=False, pin_memory=master.is_pinned())
+                    self._buffers[id(master)] = buffer
+                master.grad = self._buffers[id(master)].copy_(grad, non_blocking=True)
                 moved.add(grad.device)
         for device in moved:
             if device.type != "cpu":
                 torch.get_device_module(device).current_stream(device).synchronize()
-
-    def _buffer(self, master: Tensor) -> Tensor:
-        key = id(master)
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty_like(master, requires_grad=False, pin_memory=master.is_pinned())
-        return self._buffers[key]
 
     @torch.no_grad()
     def step(self, *args: object, **kwargs: object) -> object:

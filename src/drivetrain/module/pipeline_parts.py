@@ -6,18 +6,16 @@ Schedules know only tensors, and a loss needs the model's output in its own form
 from collections.abc import Mapping, Sequence, Set
 from contextlib import nullcontext
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from drivetrain.module.accumulation import Count, as_factor
 from drivetrain.module.loss_items import without_empty
 from drivetrain.module.probing import buffers_copied
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 COMPUTED_IN: ContextVar[torch.dtype | None] = ContextVar("COMPUTED_IN", default=None)
 """The type that the stage that runs casts its floating-point values to; None: that of its parameters."""
@@ -198,10 +196,8 @@ class BySamples(LossWeights):
     """Every sample counts the same."""
 
 
-def sum_over(tensor: Tensor, ranks: Sequence[int], group: "ProcessGroup", device: torch.device) -> None:
+def sum_over(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
     """Replace a tensor by its sum over some ranks of a pipeline, with identical results on all of them."""
-    import torch.distributed as dist
-
     own, first = dist.get_rank(group), ranks[0]
     held = tensor.to(device).contiguous()
     if own == first:
@@ -215,10 +211,8 @@ def sum_over(tensor: Tensor, ranks: Sequence[int], group: "ProcessGroup", device
     take_from_first(tensor, ranks, group, device)
 
 
-def take_from_first(tensor: Tensor, ranks: Sequence[int], group: "ProcessGroup", device: torch.device) -> None:
+def take_from_first(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
     """Copy the tensor of the first of some pipeline ranks to the others."""
-    import torch.distributed as dist
-
     held = tensor.to(device).contiguous()
     if dist.get_rank(group) == ranks[0]:
         for rank in ranks[1:]:

@@ -8,9 +8,10 @@ the loss of the last stage is the value that all ranks get. What the loss is and
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -32,9 +33,6 @@ from drivetrain.module.pipeline_parts import (
 from drivetrain.module.wrapping import is_fully_sharded, unwrap
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.seeds import capture_rng, restore_rng
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "GPipe")
 
@@ -74,7 +72,7 @@ class PipelinedModel(nn.Module):
         *,
         schedule: str,
         microbatches: int,
-        group: "ProcessGroup",
+        group: dist.ProcessGroup,
         device: torch.device,
     ):
         super().__init__()
@@ -127,7 +125,7 @@ class PipelinedModel(nn.Module):
 
     def tied_parameters(self) -> list[tuple[nn.Parameter, list[int]]]:
         """Return the parameters of this rank that others hold too, with the pipeline ranks that do, in the same order on all."""
-        ranks = torch.distributed.get_world_size(self.group)
+        ranks = dist.get_world_size(self.group)
         return [
             (unwrap(part).get_parameter(names[index]), sorted(stage % ranks for stage in names))
             for names in self.split.tied
@@ -183,8 +181,6 @@ class PipelinedModel(nn.Module):
 
     def _everywhere(self, loss: Tensor, items: Count | None) -> Tensor:
         """Return the mean over the global batch, or the sum, of what the ranks of the last stages hold."""
-        import torch.distributed as dist
-
         total = torch.zeros(2, dtype=torch.float64 if self.device.type != "mps" else torch.float32, device=self.device)
         if self.is_last:
             amount = self._weights.amount(items)
@@ -342,8 +338,6 @@ class _ScheduleRun:
 
     def _try_stages(self, inputs: dict[str, Any], batch: object) -> None:
         """Run a micro-batch through one stage after the other, so that an error in one of them ends all ranks at once."""
-        import torch.distributed as dist
-
         pipeline, random_state = self.pipeline, capture_rng()
         rank, ranks = dist.get_rank(pipeline.group), dist.get_world_size(pipeline.group)
         passed: list[tuple[list[int], torch.dtype]] = []

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.utils._pytree import tree_map_only
 
 _SIDE, ROWS, LENGTH = 16, 2, 8  # of made-up images and sequences
 
@@ -50,9 +52,6 @@ def call_on_fake_tensors(
     model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object] | None = None, *, with_graph: bool = False
 ) -> Any:
     """Return what a model returns for fake copies of its arguments, parameters and buffers, optionally with an autograd graph."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._pytree import tree_map_only
-
     random_state = torch.get_rng_state()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 

@@ -7,24 +7,24 @@ while a block runs, so any model that uses it is supported.
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.wrapping import GeneratedClass, add_mixin
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class SequenceAttention:
     """The attention of one block: queries, keys and values are this rank's part of a sequence of `length`."""
 
-    def __init__(self, group: "ProcessGroup", length: int, ring: "RingAttention | None" = None, notes: Any = None):
+    def __init__(self, group: ProcessGroup, length: int, ring: "RingAttention | None" = None, notes: Any = None):
         self.group, self.length, self.ring = group, length, ring
         self.notes = notes
         """Where the call is noted, while a model is being checked."""
@@ -107,38 +107,34 @@ def local_mask(mask: Tensor | None, heads: int, length: int, size: int, rank: in
     return mask
 
 
-def to_heads(x: Tensor, group: "ProcessGroup", size: int) -> Tensor:
+def to_heads(x: Tensor, group: ProcessGroup, size: int) -> Tensor:
     """Exchange (batch, heads, part, width) for (batch, heads / size, whole sequence, width)."""
     batch, heads, piece, width = x.shape
     parts = x.reshape(batch, size, heads // size, piece, width).permute(1, 0, 2, 3, 4)
     return _exchange(parts, group).permute(1, 2, 0, 3, 4).reshape(batch, heads // size, size * piece, width)
 
 
-def to_sequence(x: Tensor, group: "ProcessGroup", size: int) -> Tensor:
+def to_sequence(x: Tensor, group: ProcessGroup, size: int) -> Tensor:
     """Exchange (batch, heads / size, whole sequence, width) for (batch, heads, part, width)."""
     batch, heads, length, width = x.shape
     parts = x.reshape(batch, heads, size, length // size, width).permute(2, 0, 1, 3, 4)
     return _exchange(parts, group).permute(1, 0, 2, 3, 4).reshape(batch, size * heads, length // size, width)
 
 
-def gather_sequence(x: Tensor, dim: int, group: "ProcessGroup") -> Tensor:
+def gather_sequence(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return the whole sequence on every rank.
 
     Backward adds up what the ranks computed from the whole, and each keeps its piece of the sum. Where all went on alike, that is the
     number of ranks times the gradient, so that the mean over the ranks of what each computes from its piece is the sum over pieces: one
     mean over data and sequence ranks is then right for every parameter, inside the blocks and outside.
     """
-    from torch.distributed import _functional_collectives as collectives
-
     gather = getattr(collectives, "all_gather_single_autograd", None)  # its name from torch 2.13 on
     return (gather or collectives.all_gather_tensor_autograd)(x.contiguous(), dim, group)
 
 
-def _exchange(parts: Tensor, group: "ProcessGroup") -> Tensor:
+def _exchange(parts: Tensor, group: ProcessGroup) -> Tensor:
     """Send the i-th part to rank i and return what all sent here; the gradient goes the same way back."""
-    from torch.distributed._functional_collectives import all_to_all_single_autograd
-
-    return all_to_all_single_autograd(parts.contiguous(), None, None, group)
+    return collectives.all_to_all_single_autograd(parts.contiguous(), None, None, group)
 
 
 # ------------------------------------------------------------------------------------ torch's own multi-head attention
@@ -222,7 +218,7 @@ def _added(mask: Tensor, like: Tensor) -> Tensor:
 class RingAttention:
     """torch's context-parallel attention on parts that are in the order of the ranks."""
 
-    def __init__(self, mesh: "DeviceMesh"):
+    def __init__(self, mesh: DeviceMesh):
         self.mesh = mesh
         # The public context manager does the same, but only until it is left; here backward runs in the user's loop.
         try:
@@ -240,8 +236,6 @@ class RingAttention:
         return self
 
     def __call__(self, call: dict[str, Any]) -> Tensor:
-        from torch.distributed.tensor import DTensor, Shard
-
         if call.get("attn_mask") is not None:
             raise ConfigError(
                 "sequence_parallel: ring attention supports causal and full attention, but the model passes a mask. Use impl='ulysses'."

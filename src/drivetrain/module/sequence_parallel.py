@@ -15,10 +15,12 @@ The mean of gradients over the ranks of the group is the gradient of the whole m
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.attention import AttentionCalls
@@ -34,10 +36,6 @@ from drivetrain.module.sequence_attention import (
 )
 from drivetrain.module.wrapping import GeneratedClass, add_mixin, written_class
 from drivetrain.runtime.collectives import agree_any
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 Mode = Literal["whole", "chain", "single"]
 """How blocks run: on the whole sequence; cut at a family's first and joined at its last; each cut and joined for itself."""
@@ -82,7 +80,7 @@ class Fingerprints:
 class SequenceSplit:
     """What the blocks of one model share: the ranks, and how the current call is run."""
 
-    def __init__(self, group: "ProcessGroup", seq_dim: int, ring: RingAttention | None = None):
+    def __init__(self, group: ProcessGroup, seq_dim: int, ring: RingAttention | None = None):
         self.group, self.seq_dim, self.ring = group, seq_dim, ring
         self.size, self.rank = group.size(), group.rank()
         self.mode: Mode = "whole"
@@ -108,10 +106,10 @@ class SequenceSplit:
 
 def split_sequence(
     model: nn.Module,
-    group: "ProcessGroup",
+    group: ProcessGroup,
     seq_dim: int = 1,
     *,
-    mesh: "DeviceMesh | None" = None,
+    mesh: DeviceMesh | None = None,
     impl: Literal["ulysses", "ring"] = "ulysses",
 ) -> list[str]:
     """Make a model's blocks run on parts of the sequence, in place, and return their names.

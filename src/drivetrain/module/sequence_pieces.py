@@ -7,10 +7,12 @@ whole shape. Attention sees the whole sequence. `sequence_pieces_check` finds wh
 generation has, run whole.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.distributed_tensors import is_dtensor
@@ -18,16 +20,14 @@ from drivetrain.module.probing import floats_in
 from drivetrain.module.sequence_pieces_check import PiecePlan, is_stream, with_first
 from drivetrain.module.wrapping import GeneratedClass, add_mixin, is_fully_sharded
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 _KEY = "_pieces"
+_LAYOUTS: dict[bool, list[Placement]] = {False: [Replicate()], True: [Shard(1)]}  # of the whole and of pieces
 
 
 class Pieces:
     """What the modules of one model share: the ranks, and whether the current block runs on pieces."""
 
-    def __init__(self, mesh: "DeviceMesh"):
+    def __init__(self, mesh: DeviceMesh):
         self.mesh = mesh
         self.is_cut = False
 
@@ -36,18 +36,15 @@ class Pieces:
 
     def changed(self, x: Tensor, is_piece: bool, to_piece: bool) -> Tensor:
         """Return a tensor cut or made whole; its gradient goes the other way."""
-        layouts = _layouts(is_piece), _layouts(to_piece)
         tensor = self.distributed(x, is_piece)
-        return (tensor if layouts[0] == layouts[1] else tensor.redistribute(placements=layouts[1])).to_local()
+        return (tensor if is_piece == to_piece else tensor.redistribute(placements=_LAYOUTS[to_piece])).to_local()
 
     def distributed(self, x: Tensor, is_piece: bool) -> Any:
         """Return the distributed tensor that a rank's piece, or the whole, belongs to."""
-        from torch.distributed.tensor import DTensor
-
-        return DTensor.from_local(x, self.mesh, _layouts(is_piece), run_check=False)
+        return DTensor.from_local(x, self.mesh, _LAYOUTS[is_piece], run_check=False)
 
 
-def run_on_pieces(model: nn.Module, mesh: "DeviceMesh", plan: PiecePlan, *, joins_each: bool = False) -> None:
+def run_on_pieces(model: nn.Module, mesh: DeviceMesh, plan: PiecePlan, *, joins_each: bool = False) -> None:
     """Let the blocks of a model whose layers are split run on pieces, in place.
 
     Row-wise layers among the closers must return sums that are not added up yet. `joins_each` makes the stream whole after every block, for
@@ -106,16 +103,8 @@ class PieceBlock(GeneratedClass):
         return with_first(out, leaves)
 
 
-def _layouts(is_piece: bool) -> list[Any]:
-    from torch.distributed.tensor import Replicate, Shard
-
-    return [Shard(1) if is_piece else Replicate()]
-
-
-def _replicate(norm: nn.Module, mesh: "DeviceMesh") -> None:
+def _replicate(norm: nn.Module, mesh: DeviceMesh) -> None:
     """Make the parameters of a norm distributed tensors that are whole everywhere, with gradients that are added up."""
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
     for name, parameter in list(norm.named_parameters(recurse=False)):
         whole = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=None)
         made = nn.Parameter(whole, requires_grad=parameter.requires_grad)
@@ -125,8 +114,6 @@ def _replicate(norm: nn.Module, mesh: "DeviceMesh") -> None:
 
 
 def _added_up(grad: Any) -> Any:
-    from torch.distributed.tensor import Replicate
-
     is_part = is_dtensor(grad) and any(placement.is_partial() for placement in grad.placements)
     return grad.redistribute(placements=[Replicate()] * grad.device_mesh.ndim) if is_part else None
 
@@ -137,7 +124,7 @@ def _enter_norm(norm: nn.Module, args: Any) -> Any:
 
 
 def _leave_norm(norm: nn.Module, args: Any, out: Any) -> Any:
-    return out.redistribute(placements=_layouts(False)).to_local()
+    return out.redistribute(placements=_LAYOUTS[False]).to_local()
 
 
 def _close(module: nn.Module, args: object, out: object) -> Any:
@@ -145,5 +132,5 @@ def _close(module: nn.Module, args: object, out: object) -> Any:
     pieces: Pieces = module.__dict__[_KEY]
     first = floats_in(out)[0]
     if is_dtensor(first):
-        return with_first(out, first.redistribute(placements=_layouts(pieces.is_cut)).to_local())  # type: ignore[attr-defined]
+        return with_first(out, first.redistribute(placements=_LAYOUTS[pieces.is_cut]).to_local())  # type: ignore[attr-defined]
     return with_first(out, pieces.changed(first, False, pieces.is_cut))

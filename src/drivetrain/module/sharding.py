@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConfigError, DistributedError, StateError, unknown_name
@@ -22,13 +24,12 @@ from drivetrain.module.wrapping import is_fully_sharded, named_clean_parameters,
 from drivetrain.runtime.ranks import is_distributed, num_data_ranks
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 def shard_fully(
     model: nn.Module,
-    mesh: "DeviceMesh | None" = None,
+    mesh: DeviceMesh | None = None,
     *,
     wrap: object = "auto",
     mixed_precision: "torch.dtype | MixedPrecisionPolicy | None" = None,
@@ -132,10 +133,7 @@ def _sharded_state(state: Mapping[str, object], old: Tensor, new: Tensor) -> dic
     return result
 
 
-def _default_mesh(model: nn.Module) -> "DeviceMesh":
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
+def _default_mesh(model: nn.Module) -> DeviceMesh:
     if num_data_ranks() != dist.get_world_size():
         raise ConfigError(
             f"the data is split over {num_data_ranks()} of {dist.get_world_size()} ranks, so the mesh has other axes. "
@@ -217,7 +215,7 @@ def _policies(mixed_precision: object) -> "tuple[MixedPrecisionPolicy, MixedPrec
     )
 
 
-def _share_statistics(model: nn.Module, mesh: "DeviceMesh") -> None:
+def _share_statistics(model: nn.Module, mesh: DeviceMesh) -> None:
     """Average the running statistics of batch norms over ranks after every pass of training, so that evaluation is the same on all.
 
     They are small, and go in one message.
@@ -240,9 +238,9 @@ def _share_statistics(model: nn.Module, mesh: "DeviceMesh") -> None:
     model.register_forward_hook(average)
 
 
-def _average(tensor: Tensor | None, mesh: "DeviceMesh") -> None:
+def _average(tensor: Tensor | None, mesh: DeviceMesh) -> None:
     """Replace a tensor by its mean over the ranks of a mesh."""
     assert tensor is not None
     for dim in range(mesh.ndim):
-        torch.distributed.all_reduce(tensor, group=mesh.get_group(dim))
+        dist.all_reduce(tensor, group=mesh.get_group(dim))
         tensor /= mesh.size(dim)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from drivetrain.core.errors import ResumeError
@@ -428,8 +429,6 @@ def _norm_over_ranks(
     all ranks of its stage, a sharded one on as many as there are ranks for each of its parts. Each gradient comes with the number of
     stages that hold it.
     """
-    import torch.distributed as dist
-
     world, is_largest = dist.get_world_size(), math.isinf(norm_type)
     held: dict[float, list[Tensor]] = {}
     for grad, holders in grads:

@@ -8,9 +8,10 @@ does. In evaluation the head returns ordinary logits.
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -20,9 +21,6 @@ from drivetrain.module.chunked_loss import mean_of_kept
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.loss_items import active_watch
 from drivetrain.module.wrapping import GeneratedClass, add_mixin
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _MARK = "_is_split_vocabulary"
 _KEEPING = frozenset({"flatten", "view", "reshape", "float", "contiguous", "__getitem__"})
@@ -133,9 +131,7 @@ class _RowLosses(torch.autograd.Function):
     """The cross entropy of each row, of which every rank holds some words."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, first: int, ignored: int, group: "ProcessGroup") -> Tensor:
-        import torch.distributed as dist
-
+    def forward(ctx: Any, logits: Tensor, target: Tensor, first: int, ignored: int, group: dist.ProcessGroup) -> Tensor:
         wide = logits if logits.dtype == torch.float64 else logits.float()
         largest = wide.max(1).values
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
