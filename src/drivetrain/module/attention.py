@@ -125,9 +125,6 @@ def combine(bias: Tensor, mask: Tensor | None, is_causal: bool = False) -> Tenso
     return bias + mask
 
 
-# ------------------------------------------------------------------------------------ calls of F.scaled_dot_product_attention
-
-
 class AttentionCalls(TorchFunctionMode):
     """Passes every call of scaled dot-product attention to a function, with its arguments by name."""
 
@@ -161,9 +158,6 @@ def intercept_attention_calls(module: nn.Module, bias: AttentionBias) -> None:
     """Give a layer a bias that its calls of `F.scaled_dot_product_attention` use."""
     setattr(module, ATTRIBUTE, bias)
     add_mixin(module, Intercepted)
-
-
-# ------------------------------------------------------------------------------------ torch's own multi-head attention
 
 
 class BiasedMultihead(GeneratedClass):
@@ -211,8 +205,6 @@ def leave_fast_path(model: nn.Module) -> None:
         if isinstance(module, nn.TransformerEncoderLayer) and isinstance(module.self_attn, BiasedMultihead):
             module.activation_relu_or_gelu = 0  # torch asks this flag before it takes the fused path
 
-
-# ------------------------------------------------------------------------------------ transformers' attention interface
 
 IMPLEMENTATION = "drivetrain_biased"
 

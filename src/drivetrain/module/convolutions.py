@@ -43,14 +43,9 @@ def is_worth_channels_last(model: nn.Module) -> bool:
 
 def _kernels(model: nn.Module) -> list[nn.Parameter]:
     """Return the distinct kernels that have a channels-last layout."""
-    found = {
-        parameter: None
-        for module in model.modules()
-        if isinstance(module, _ConvNd)
-        for parameter in module.parameters(recurse=True)
-        if parameter.ndim in _FORMATS
-    }
-    return list(found)
+    convolutions = [module for module in model.modules() if isinstance(module, _ConvNd)]
+    kernels = dict.fromkeys(parameter for module in convolutions for parameter in module.parameters())
+    return [kernel for kernel in kernels if kernel.ndim in _FORMATS]
 
 
 @torch.no_grad()

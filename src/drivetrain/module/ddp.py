@@ -85,8 +85,7 @@ def wrap_ddp(model: nn.Module, device: torch.device | str | None = None, **kw: o
             raise TypeError("wrap_ddp: " + unknown_name("keyword", name, valid))
     if any(is_fully_sharded(module) for module in model.modules()):
         raise TypeError(
-            f"{type(model).__name__} is sharded by fully_shard, which already averages gradients: do not wrap it in "
-            "DDP as well."
+            f"{type(model).__name__} is sharded by fully_shard, which already averages gradients: do not wrap it in DDP as well."
         )
     if device is not None:
         model.to(device)

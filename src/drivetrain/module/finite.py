@@ -57,9 +57,6 @@ class NonFinitePolicy:
         return value if isinstance(value, NonFinitePolicy) else cls(action=value)  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------------- the test
-
-
 def nonfinite_flag(tensors: Sequence[Tensor]) -> Tensor:
     """Return 1.0 if an entry of any tensor is not finite, else 0.0, as a scalar on their device. This does not synchronize the host."""
     found = torch.zeros((), device=tensors[0].device)
@@ -137,9 +134,6 @@ def _flat(items: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
 
 def _values(tensor: Tensor) -> Tensor:
     return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
-
-
-# ---------------------------------------------------------------------- the policy in a training loop
 
 
 class StepGuard:

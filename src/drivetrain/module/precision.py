@@ -129,8 +129,6 @@ def autocast_forward(model: nn.Module, device_type: str, dtype: torch.dtype) -> 
     return model
 
 
-# ---------------------------------------------------------------------- loss scaling
-
 _MAX_NODES = 20_000  # of a graph to look for float16 in; enough for any in which it occurs at all
 
 

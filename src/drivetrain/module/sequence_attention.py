@@ -137,9 +137,6 @@ def _exchange(parts: Tensor, group: ProcessGroup) -> Tensor:
     return collectives.all_to_all_single_autograd(parts.contiguous(), None, None, group)
 
 
-# ------------------------------------------------------------------------------------ torch's own multi-head attention
-
-
 class SequenceMultihead(GeneratedClass):
     """Multi-head attention through `F.scaled_dot_product_attention`, so that it can be intercepted. It returns no weights.
 
@@ -210,9 +207,6 @@ def _added(mask: Tensor, like: Tensor) -> Tensor:
     if mask.dtype is not torch.bool:
         return mask.to(like.dtype)
     return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill(mask, -math.inf)
-
-
-# ------------------------------------------------------------------------------------ ring attention
 
 
 class RingAttention:

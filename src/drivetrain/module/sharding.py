@@ -124,9 +124,8 @@ def _sharded_state(state: Mapping[str, object], old: Tensor, new: Tensor) -> dic
         if isinstance(value, Tensor) and value.ndim > 0 and not is_dtensor(value):
             if value.shape != old.shape:
                 raise StateError(
-                    f"optimizer state {key!r} has shape {tuple(value.shape)} for a parameter of shape "
-                    f"{tuple(old.shape)}, so it cannot be sharded with it. Shard the model before the first step, or "
-                    "make a new optimizer afterwards."
+                    f"optimizer state {key!r} has shape {tuple(value.shape)} for a parameter of shape {tuple(old.shape)}, so it cannot be "
+                    "sharded with it. Shard the model before the first step, or make a new optimizer afterwards."
                 )
             value = like_sharded(value, new)
         result[key] = value

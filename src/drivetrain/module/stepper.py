@@ -323,9 +323,6 @@ def merge_windows(saved: Sequence[Mapping[str, Any]], rank: int, counted: str = 
     }
 
 
-# ---------------------------------------------------------------------- what a step is made of
-
-
 def backward(loss: Tensor, scaler: "torch.amp.GradScaler | None", **kwargs: object) -> None:
     """Back-propagate a loss, scaled if there is a scaler."""
     if scaler is None:

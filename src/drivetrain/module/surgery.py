@@ -111,7 +111,11 @@ class _Walk:
 
     def _decide(self, module: nn.Module, depth: int) -> nn.Module:
         training = module.training  # a policy that wraps the module may change it
-        replacement = self._ask(module)
+        cls = next((cls for cls in self.policies if isinstance(module, cls)), None)
+        replacement = None
+        if cls is not None:
+            self.indices[cls] += 1
+            replacement = self.policies[cls](module, self.indices[cls] - 1)
         if replacement is None or replacement is module:
             self.visit_children(module, depth)
             return module
@@ -125,14 +129,6 @@ class _Walk:
                 f"replacement {depth} times. Return None from the policy for modules it has made itself."
             )
         return self._decide(replacement, depth + 1)
-
-    def _ask(self, module: nn.Module) -> nn.Module | None:
-        for cls, replace in self.policies.items():
-            if isinstance(module, cls):
-                index = self.indices[cls]
-                self.indices[cls] = index + 1
-                return replace(module, index)
-        return None
 
 
 def _take_place(old: nn.Module, new: nn.Module, training: bool, fallback: torch.device | None) -> None:
@@ -153,9 +149,6 @@ def _take_place(old: nn.Module, new: nn.Module, training: bool, fallback: torch.
     for name, parameter in new.named_parameters():
         if parameter.is_floating_point() or parameter.is_complex():
             parameter.requires_grad_(flags.get(name, parameter.requires_grad and not is_frozen))
-
-
-# ---------------------------------------------------------------------------------------------------- optimizers
 
 
 def update_params_in_optimizer(old_params: Parameters, new_params: Parameters, optimizers: Optimizers) -> None:
@@ -196,11 +189,8 @@ def _position(parameters: list[nn.Parameter], wanted: nn.Parameter) -> int | Non
 
 
 def _find(parameter: nn.Parameter, optimizers: list[Optimizer]) -> tuple[Optimizer, dict] | None:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if _position(group["params"], parameter) is not None:
-                return optimizer, group
-    return None
+    groups = ((optimizer, group) for optimizer in optimizers for group in optimizer.param_groups)
+    return next((home for home in groups if _position(home[1]["params"], parameter) is not None), None)
 
 
 def _plan_exchange(old: Sequence[_Named], new: Sequence[_Named], optimizers: list[Optimizer]) -> _Exchange:
