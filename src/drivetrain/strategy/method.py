@@ -41,6 +41,8 @@ Numerics = Literal["exact", "tf32", "mixed", "low"]
 
 Positive = Annotated[int, "at least 1"]
 """The type of a setting that is a whole number of at least 1."""
+Function = Annotated[Any, "a function"]
+"""The type of a setting that is a function, which a plan file cannot store."""
 C = TypeVar("C")
 """The class of a method's configurations."""
 Option = tuple[tuple[str, Any], ...]
@@ -149,15 +151,21 @@ class Method(Generic[C]):
         return values
 
     def _check_type(self, item: "dataclasses.Field[Any]", given: object) -> None:
-        """Reject a value of another type than bool, str, `Positive` or a Literal, where that is the type of its field."""
+        """Reject a value of another type than bool, str, `Positive`, `Function` or a Literal, where that is the type of its field."""
         kinds = [kind for kind in get_args(item.type) if kind is not NoneType]
         may_be_none = NoneType in get_args(item.type)
         kind = kinds[0] if may_be_none and len(kinds) == 1 else item.type
         if given is item.default or (given is None and may_be_none):
             return
+        if kind == Function and not callable(given):
+            shown = f"{self.name}: {item.name}={given!r}"
+            raise MethodConfigError(
+                f"{shown} is not a function. A plan file cannot store one; pass the plan as a list."
+            )
         expected, choices = None, get_args(kind) if get_origin(kind) is Literal else ()
         if choices and given not in choices:
-            expected = f"one of {', '.join(map(str, choices))}"
+            *first, last = map(repr, choices)
+            expected = f"{', '.join(first)} or {last}" if first else last
         elif kind is bool and not isinstance(given, bool):
             expected = "True or False"
         elif kind is str and not isinstance(given, str):
@@ -387,6 +395,16 @@ def thawed(value: object) -> Any:
 def is_whole(value: object, least: int = 1) -> bool:
     """Return whether a value is an integer of at least `least`, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def dtype_name(value: object) -> str:
+    """Return the name of a dtype that was given as a dtype, a name or a short name.
+
+    >>> dtype_name("bf16"), dtype_name(torch.float16)
+    ('bfloat16', 'float16')
+    """
+    name = str(value).removeprefix("torch.")
+    return {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}.get(name, name)
 
 
 def qualified_name(cls: type) -> str:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from drivetrain.context.context import Context
 from drivetrain.core.types import Batch, Settings
 from drivetrain.module.loss_items import UNKNOWN, LossItems
+from drivetrain.module.probing import in_evaluation
 from drivetrain.strategy.apply import Application, LossFunc, PrepareInput, prepared_input, shape
 from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
@@ -90,8 +91,9 @@ class TrainingTask:
         """Return how the optimizer is made, or None without one."""
         if self.optim_func is None:
             return None
-        groups = self.optim_param_func or parameters_of
-        return OptimizerRecipe(build=self.optim_func, settings=dict(self.optim_args), groups=groups)
+        recipe = OptimizerRecipe(build=self.optim_func, settings=dict(self.optim_args))
+        recipe.groups = self.optim_param_func or recipe.groups
+        return recipe
 
     def shaped(
         self,
@@ -119,23 +121,13 @@ class TrainingTask:
         """Return a model's outputs for a few samples, in evaluation mode and without gradients."""
         place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         inputs = self.prepared(self.batch(min(8, self.sample_count)), place)
-        mode = model.training
-        model.eval()
-        try:
-            with torch.no_grad():
-                return self.call(model, inputs)
-        finally:
-            model.train(mode)
+        with in_evaluation(model), torch.no_grad():
+            return self.call(model, inputs)
 
 
 def take_rows(batch: Batch, count: int, rows: list[int] | slice) -> Any:
     """Return some of the `count` samples of a batch."""
     return tree_map_only(Tensor, lambda tensor: tensor[rows] if tensor.shape[:1] == (count,) else tensor, batch)
-
-
-def parameters_of(model: nn.Module) -> Iterable[nn.Parameter]:
-    """Return all parameters, as one group."""
-    return model.parameters()
 
 
 @dataclass(frozen=True)

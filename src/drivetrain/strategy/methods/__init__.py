@@ -26,7 +26,7 @@ ROWS = (
     ("cpu_offload", "CpuOffload"),
     ("kernels", "CpuThreads"),
     ("parallel_mode", "MixedParallel"),
-    ("micro_batch", "MicroBatch"),
+    ("parallel_mode", "MicroBatch"),
     ("module_replace", "ModuleReplace"),
 )
 """The file and the class of each, in the order in which a search combines them: `Method.fits` sees the methods of earlier rows first."""

@@ -10,14 +10,25 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
-from drivetrain.core.errors import ConfigError, ConflictError, MethodConfigError
+from drivetrain.core.errors import ConfigError, ConflictError
 from drivetrain.core.types import Settings
 from drivetrain.module.blocks import select_modules
 from drivetrain.module.optimizers import split_optimizer
 from drivetrain.module.sharding import shard_fully
 from drivetrain.runtime.ranks import data_group
 from drivetrain.strategy.mesh import GRADIENT_AXES
-from drivetrain.strategy.method import Method, NoConfig, Option, Site, Stage, as_selectors, is_whole, selected
+from drivetrain.strategy.method import (
+    Function,
+    Method,
+    NoConfig,
+    Option,
+    Site,
+    Stage,
+    as_selectors,
+    dtype_name,
+    is_whole,
+    selected,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -26,7 +37,6 @@ if TYPE_CHECKING:
 
 SHARDING = frozenset({"fsdp", "zero2"})
 """The methods that split parameters over data ranks."""
-_SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +50,7 @@ class FsdpConfig:
     reduce_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     cpu_offload: bool = False
     """Whether parameters, gradients and optimizer state are in host memory."""
-    param_init_fn: Any = None
+    param_init_fn: Function | None = None
     """Initialises each module of a model on the meta device; None for `reset_parameters`."""
 
 
@@ -97,13 +107,7 @@ class Fsdp(Method):
         if not (isinstance(reshard, bool) or is_whole(reshard)):
             raise self.bad("reshard_after_forward", reshard, "True, False or a number of ranks")
         if "reduce_dtype" in values:
-            name = str(values["reduce_dtype"]).removeprefix("torch.")
-            values["reduce_dtype"] = _SHORT_NAMES.get(name, name)
-        init = values.get("param_init_fn")
-        if init is not None and not callable(init):
-            raise MethodConfigError(
-                f"{self.name}: param_init_fn={init!r} is not a function. A plan file cannot store one; pass the plan as a list."
-            )
+            values["reduce_dtype"] = dtype_name(values["reduce_dtype"])
         return values
 
     def is_redundant(self, config: Any, site: Site) -> str | None:

@@ -17,15 +17,13 @@ from drivetrain.module.distributed_tensors import is_dtensor, like_sharded, sync
 from drivetrain.module.fp8 import Format, Recipe, convert_linears_to_fp8, supports_fp8
 from drivetrain.module.optimizers import host_copy, with_master_weights
 from drivetrain.module.wrapping import named_clean_parameters
-from drivetrain.strategy.method import Method, Option, Positive, Site, Stage
+from drivetrain.strategy.method import Method, Option, Positive, Site, Stage, dtype_name
 from drivetrain.strategy.methods.cpu_offload import pins_memory
 from drivetrain.strategy.methods.fsdp import SHARDING
 from drivetrain.strategy.registry import find_method
 
 if TYPE_CHECKING:
     from drivetrain.strategy.method import Application, Candidate, Effects, SearchScope
-
-_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +49,7 @@ class SixteenBits(Method):
 
     def read(self, values: Settings) -> Settings:
         if "dtype" in values:
-            name = str(values["dtype"]).removeprefix("torch.")
-            values["dtype"] = _NAMES.get(name, name)
+            values["dtype"] = dtype_name(values["dtype"])
         return values
 
     def chosen_dtype(self, config: Any, device: torch.device) -> torch.dtype:

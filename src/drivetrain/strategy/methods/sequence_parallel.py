@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from drivetrain.core.errors import ConflictError, MethodConfigError, StrategyError, UnsupportedMethodError
 from drivetrain.core.types import Settings
 from drivetrain.strategy.mesh import gradient_group
-from drivetrain.strategy.method import Method, Positive, Site, Stage, as_selectors, is_whole
+from drivetrain.strategy.method import Function, Method, Positive, Site, Stage, as_selectors, is_whole
 from drivetrain.strategy.profile.values import divides_heads
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class SequenceParallelConfig:
     module: Any = None
     """Classes or names of modules that split their sequence themselves; None: those that have the method."""
     set_sp_func_name: str = "set_sp"
-    batch_sp_processing_fn: Any = None
+    batch_sp_processing_fn: Function | None = None
     """`(batch, sp_size, sp_rank)` -> this rank's equal part of the model's input, positions included; None keeps the whole input."""
 
 
@@ -78,12 +78,6 @@ class SequenceParallel(Method):
         name = values.get("set_sp_func_name", "set_sp")
         if not (isinstance(name, str) and name.isidentifier()):
             raise self.bad("set_sp_func_name", name, "the name of a method")
-        function = values.get("batch_sp_processing_fn")
-        if function is not None and not callable(function):
-            raise MethodConfigError(
-                f"{self.name}: batch_sp_processing_fn={function!r} is not a function. A plan file cannot store one; "
-                f"pass the plan as a list."
-            )
         return values
 
     def check(self, config: SequenceParallelConfig, site: Site) -> None:
@@ -136,7 +130,7 @@ class SequenceParallel(Method):
                 f"sequence_parallel: {', '.join(name or 'the model' for name, _ in managers)} splits its sequence itself"
             )
         if config.batch_sp_processing_fn is not None:
-            ctx.prepare_input = partial(split_input, config, group, ctx.prepare_input)
+            ctx.prepare_input = partial(split_input, config.batch_sp_processing_fn, group, ctx.prepare_input)
             ctx.loss_changes.append(partial(mean_over_sequence, group))
         elif not managers:
             names = split_sequence(ctx.model, group, config.seq_dim, mesh=ctx.axis_mesh("sequence"), impl=config.impl)
@@ -144,11 +138,11 @@ class SequenceParallel(Method):
         ctx.ddp_settings["process_group"] = gradient_group(ctx.mesh)
 
 
-def split_input(config: SequenceParallelConfig, group: "ProcessGroup", inner: Any, data: Any, device: Any) -> Any:
+def split_input(split: Callable[..., Any], group: "ProcessGroup", inner: Any, data: Any, device: Any) -> Any:
     """Prepare a model's input and return this rank's part of it."""
     from drivetrain.strategy.apply import prepared_input
 
-    return config.batch_sp_processing_fn(prepared_input(data, device, inner), group.size(), group.rank())
+    return split(prepared_input(data, device, inner), group.size(), group.rank())
 
 
 def mean_over_sequence(group: "ProcessGroup", loss_func: Callable[..., Any]) -> Callable[..., Any]:

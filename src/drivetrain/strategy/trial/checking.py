@@ -23,7 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from drivetrain.core.types import Batch
 from drivetrain.module.distributed_tensors import whole_tensor
-from drivetrain.module.probing import buffers_kept
+from drivetrain.module.probing import attributes_set, buffers_kept
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import data_rank
@@ -110,24 +110,22 @@ def plain_number(value: Tensor) -> float:
 @contextmanager
 def comparing(model: nn.Module, *, quiet: bool = False) -> Iterator[None]:
     """Put a model into evaluation mode or, with `quiet`, into training mode without dropout. Modes and random states are restored."""
-    changed: list[tuple[nn.Module, str, float]] = [(module, "training", module.training) for module in model.modules()]
-    random_state = capture_rng()
-    model.train(quiet)
+    modules, random_state = list(model.modules()), capture_rng()
+    changes: list[tuple[object, str, object]] = [(module, "training", module.training) for module in modules]
     if quiet:
-        for module in model.modules():
-            if isinstance(module, _DropoutNd | _NormBase):
-                module.eval()
-            for name, value in list(vars(module).items()):
-                if "drop" in name and isinstance(value, float):
-                    changed.append((module, name, value))
-                    setattr(module, name, 0.0)
-    set_seed(_SEED)
+        fields = [(module, name, value) for module in modules for name, value in vars(module).items()]
+        changes += [
+            (module, name, 0.0) for module, name, value in fields if "drop" in name and isinstance(value, float)
+        ]
     try:
-        with buffers_kept(model):
+        with attributes_set(changes), buffers_kept(model):
+            model.train(quiet)
+            for module in modules:
+                if isinstance(module, _DropoutNd | _NormBase):
+                    module.eval()
+            set_seed(_SEED)
             yield
     finally:
-        for module, name, value in changed:
-            setattr(module, name, value)
         restore_rng(random_state)
 
 

@@ -116,7 +116,8 @@ class _TimedTrial:
         if verify and expected is None and order.plain_fits:
             self.tell("phase", name="plain")
             expected, model = self._plain(model, share.samples)
-        is_verified = order.verify and expected is None and self._compare_with_fewer_blocks(model)
+        if order.verify and expected is None:
+            self._compare_with_fewer_blocks(model)
         if not order.steps and on_meta(model):
             return
         self.tell("phase", name="shape")
@@ -124,7 +125,7 @@ class _TimedTrial:
         del model
         self.tell("phase", name="compile" if self.is_compiled else "check")
         if verify:
-            self._check(ctx, expected, share, batch, is_verified)
+            self._check(ctx, expected, share, batch)
         self._train(ctx, task.batch(batch.micro))
 
     # Right.
@@ -151,26 +152,21 @@ class _TimedTrial:
         tidy(self.device)
         return found, model
 
-    def _compare_with_fewer_blocks(self, model: nn.Module) -> bool:
-        """Compare the plan on a smaller model, because the plain one does not fit or has no weights; return whether that was possible."""
+    def _compare_with_fewer_blocks(self, model: nn.Module) -> None:
+        """Compare the plan on a smaller model, because the plain one does not fit or has no weights."""
         self.tell("phase", name="compile" if self.is_compiled else "check")
         kind, text = compare_with_fewer_blocks(self.order.plan, self.task, model, self.device)
         if self.is_compiled and self.may_reset:
             torch._dynamo.reset()  # as in `_check`
         tidy(self.device)
-        if kind is None:
-            self.tell("note", text=f"this plan was not compared with the plain model: {text}")
-            return False
-        if kind != "ok":
+        if kind not in ("ok", None):
             raise TrialFailed(kind, text)
-        self.tell("note", text=text)
-        self.tell("verified")
-        return True
+        self.tell("note", text=text if kind else f"this plan was not compared with the plain model: {text}")
+        if kind == "ok":
+            self.tell("verified")
 
-    def _check(
-        self, ctx: Application, expected: Yardstick | None, share: Share, batch: BatchSplit, is_verified: bool
-    ) -> None:
-        """Run a step of the plan and compare it. Where nothing is expected, others are compared with it; `is_verified`: it was compared."""
+    def _check(self, ctx: Application, expected: Yardstick | None, share: Share, batch: BatchSplit) -> None:
+        """Run a step of the plan and compare it. Where nothing is expected, others are compared with it."""
         is_steady = self.is_compiled and expected is not None and bool(expected.is_steady)
         as_trained = is_steady and batch.micro % share.rows == 0 and ctx.stepping.pipeline is None
         repeats = batch.micro // share.rows if as_trained else 1
@@ -190,7 +186,8 @@ class _TimedTrial:
             )  # fmt: skip
         else:
             kind, text = verdict(found, expected, ctx.plan)
-            known, is_verified = expected, kind == "ok" and not expected.is_random
+            known = expected
+        is_verified = kind == "ok" and expected is not None and not expected.is_random
         self.tell("checked", loss=found.loss, norm=found.norm, is_verified=is_verified, yardstick=known)
         if kind != "ok":
             raise TrialFailed(kind, text)

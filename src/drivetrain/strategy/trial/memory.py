@@ -8,7 +8,6 @@ the memory counts.
 
 import sys
 import warnings
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,24 +89,22 @@ class MemoryKills:
 
 def _group_kills() -> int | None:
     """Return how many processes of this process's control group were ended, None where that cannot be read."""
-    found = (_field(path, "oom_kill") for path in _counters())
-    return next((count for count in found if count is not None), None)
-
-
-def _counters() -> Iterator[Path]:
-    """Yield where the count may be, for both versions of control groups; inside a container the group may be the root."""
     try:
         lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:
-        lines = []
+        return None
     for line in lines:
         _, controllers, group = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            yield _GROUPS / "memory" / group.lstrip("/") / "memory.oom_control"
-            yield _GROUPS / "memory" / "memory.oom_control"
+        if "memory" in controllers.split(","):  # version 1
+            folder, file = _GROUPS / "memory", "memory.oom_control"
         elif not controllers:
-            yield _GROUPS / group.lstrip("/") / "memory.events"
-            yield _GROUPS / "memory.events"
+            folder, file = _GROUPS, "memory.events"
+        else:
+            continue
+        for place in (folder / group.lstrip("/"), folder):  # inside a container the group may be the root
+            if (count := _field(place / file, "oom_kill")) is not None:
+                return count
+    return None
 
 
 def _field(path: Path, name: str) -> int | None:

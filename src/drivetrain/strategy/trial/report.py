@@ -116,7 +116,7 @@ class Report:
             self.is_verified = True
         elif event == "checked":
             self.loss, self.norm = line["loss"], line["norm"]
-            self.is_verified, self.yardstick = line["is_verified"], line["yardstick"]
+            self.is_verified, self.yardstick = self.is_verified or line["is_verified"], line["yardstick"]
         elif event == "step":
             self.seconds.append(line["seconds"])
             self.peak, self.reserved = line["peak"], line["reserved"]
