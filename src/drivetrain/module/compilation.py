@@ -41,7 +41,7 @@ def compile_module(model: nn.Module, scope: Scope = "auto", **torch_compile_kwar
 
 
 def _compile_in_place(module: nn.Module, **torch_compile_kwargs: Any) -> None:
-    """Do what `module.compile()` says, also for torch's own classes.
+    """Do what `module.compile()` does, also for torch's own classes.
 
     The compiler passes over functions that torch itself defines unless other code calls them: `nn.Sequential(...).compile()` and
     `nn.TransformerEncoderLayer(...).compile()` leave the module as slow as it was, silently. Under the hooks of `fully_shard` torch's

@@ -150,8 +150,8 @@ class DeferredLogits:
         return function(*args, **kwargs)
 
     def _computed(self, name: str) -> Tensor:
-        """Return real logits, and say once why they were needed."""
-        self._source.say_computed(name)
+        """Return real logits, and warn once why they are needed."""
+        self._source.warn_computed(name)
         head = self._source.head
         logits = super(DeferredHead, head).forward(self._hidden)  # type: ignore[misc]
         logits = logits if self._dtype is None else logits.to(self._dtype)
@@ -188,12 +188,12 @@ class DeferredSource:
 
     def __init__(self, head: nn.Linear, chunk: int | None = None, step: SoftmaxStep = loss_and_logit_gradients):
         self.head, self.chunk, self.step = head, chunk, step
-        self.is_chunked = self._has_said = False
+        self.is_chunked = self._has_warned = False
 
-    def say_computed(self, name: str) -> None:
+    def warn_computed(self, name: str) -> None:
         """Warn once that the logits had to be computed."""
-        if not self._has_said:
-            self._has_said = True
+        if not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 f"chunked_cross_entropy: the loss uses the logits for more than a cross entropy of class indices ({name}), so all logits "
                 f"are computed and no memory is saved.",

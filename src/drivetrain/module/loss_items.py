@@ -42,9 +42,7 @@ _PER_SAMPLE = (
     F.triplet_margin_loss, F.triplet_margin_with_distance_loss,
 )  # fmt: skip
 _SUMMED_WEIGHTS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)  # with weights, these divide by their sum
-_TARGETS = tuple(
-    (key,) for key in ("labels", "label", "targets", "target", "y", 1)
-)  # paths in a batch, without their ends
+_TARGETS = ("labels", "label", "targets", "target", "y", 1)  # where a batch may hold its targets
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -285,7 +283,7 @@ class LossWatch(TorchFunctionMode):
         """Return what a mean over so many elements is a mean over, in terms of the batch."""
         if size == self.rows:
             return SAMPLES
-        for path, tensor in sorted(self._entries, key=lambda entry: entry[0][:1] not in _TARGETS):
+        for path, tensor in sorted(self._entries, key=lambda entry: not entry[0] or entry[0][0] not in _TARGETS):
             if tensor.numel() == size:
                 return LossItems(kind="elements", path=path)
         # So many for each row: as long as rows keep their shape, that is a mean over samples.

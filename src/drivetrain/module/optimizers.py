@@ -153,14 +153,16 @@ class MasterCopies:
             elif master.device == grad.device:
                 master.grad = grad.to(master.dtype)
             else:
-                if id(master) not in self._buffers:
-                    buffer = torch.empty_like(master, requires_grad=False, pin_memory=master.is_pinned())
-                    self._buffers[id(master)] = buffer
-                master.grad = self._buffers[id(master)].copy_(grad, non_blocking=True)
+                master.grad = self._buffer(master).copy_(grad, non_blocking=True)
                 moved.add(grad.device)
         for device in moved:
             if device.type != "cpu":
                 torch.get_device_module(device).current_stream(device).synchronize()
+
+    def _buffer(self, master: Tensor) -> Tensor:
+        if id(master) not in self._buffers:
+            self._buffers[id(master)] = torch.empty_like(master, requires_grad=False, pin_memory=master.is_pinned())
+        return self._buffers[id(master)]
 
     @torch.no_grad()
     def step(self, *args: object, **kwargs: object) -> object:

@@ -318,7 +318,7 @@ class _ScheduleRun:
     def _loss(self, output: object, index: Tensor) -> Tensor:
         """Return what is back-propagated for one micro-batch, and keep its true value."""
         pipeline = self.pipeline
-        place = int(index)  # on the CPU: nobody waits
+        place = int(index)  # on the CPU, so nothing waits for a device
         assert pipeline._loss_func is not None
         loss = pipeline._loss_func(self._chunk(self._batch, place), self._last.unflatten_output(output))
         loss = without_empty(loss, self._shares[place])

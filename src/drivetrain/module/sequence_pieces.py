@@ -99,7 +99,7 @@ class PieceBlock(GeneratedClass):
         own = floats_in(out)[0]
         leaves = pieces.changed(own, True, False) if self._joins else pieces.distributed(own, True)
         if is_fully_sharded(self):  # type: ignore[arg-type]
-            leaves = leaves.clone()  # whose hooks are lost if somebody changes a view in place
+            leaves = leaves.clone()  # whose hooks are lost if a view is changed in place
         return with_first(out, leaves)
 
 

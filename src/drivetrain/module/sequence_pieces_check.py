@@ -87,7 +87,7 @@ def _try_block(
 
 
 class _CannotRun(Exception):
-    """Says why a block does not compute the same on pieces."""
+    """Why a block does not compute the same on pieces."""
 
 
 class _Mixed(Exception):

@@ -40,7 +40,7 @@ def shard_fully(
     `wrap` says what becomes a unit: "auto" for the model's blocks, a class, a class name, a dotted name or pattern, a
     list of these, or an int for every subtree of at least that many elements. `mixed_precision` is a dtype for
     computation (gradients are then reduced in float32) or a torch MixedPrecisionPolicy. All ranks start from the first
-    rank's values, as with DDP. A DDP shell is taken off first; a model that is sharded already is returned as it is.
+    rank's values, as with DDP. A DDP shell is removed first; a model that is sharded already is returned as it is.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -162,7 +162,7 @@ class Stepper:
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Back-propagate, with loss scaling if float16 needs it."""
-        backward(loss, self.scaler, **kwargs)
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward(**kwargs)
 
     # The end of a window.
 
@@ -321,14 +321,6 @@ def merge_windows(saved: Sequence[Mapping[str, Any]], rank: int, counted: str = 
         f"{counted}_everywhere": items,
         "grads": sums if rank == 0 else {name: torch.zeros_like(grad) for name, grad in sums.items()},
     }
-
-
-def backward(loss: Tensor, scaler: "torch.amp.GradScaler | None", **kwargs: object) -> None:
-    """Back-propagate a loss, scaled if there is a scaler."""
-    if scaler is None:
-        loss.backward(**kwargs)
-    else:
-        scaler.scale(loss).backward(**kwargs)
 
 
 def step(optimizer: Any, scaler: "torch.amp.GradScaler | None", closure: Callable[[], object] | None = None) -> bool:
