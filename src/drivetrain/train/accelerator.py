@@ -110,13 +110,13 @@ class TrainerRuntime:
 
     def prepare(self, *objects: object) -> Any:
         """Move modules to the device and wrap them, and make loaders deliver there. Other objects are returned unchanged."""
-        done = tuple(map(self._prepare_one, objects))
-        return done[0] if len(done) == 1 else done
-
-    def _prepare_one(self, given: object) -> object:
-        if isinstance(given, nn.Module):
-            return self.prepare_model(given.to(self.device))
-        return loaders.deliver(given, self.device) if isinstance(given, DataLoader) else given
+        done = list(objects)
+        for place, given in enumerate(objects):
+            if isinstance(given, nn.Module):
+                done[place] = self.prepare_model(given.to(self.device))
+            elif isinstance(given, DataLoader):
+                done[place] = loaders.deliver(given, self.device)
+        return done[0] if len(done) == 1 else tuple(done)
 
     def no_sync(self, model: object) -> AbstractContextManager[object]:
         """Return a context in which backward does not average gradients over processes."""

@@ -13,8 +13,7 @@ The choice is made on the first batch and again only when the type of the batch 
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -394,17 +393,9 @@ def generation_inputs(form: BatchForm, batch: object) -> CallArguments:
 def call_generate(model: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Call the `generate` of the model inside its wrappers. From a result with `sequences`, return those."""
     model = unwrap(model) if isinstance(model, nn.Module) else model
-    if isinstance(model, nn.Module) and is_fully_sharded(model):
-        with _in_step(model, kwargs):
-            generated = model.generate(*args, **kwargs)  # type: ignore[operator]
-    else:
+    if not isinstance(model, nn.Module) or not is_fully_sharded(model):
         generated = model.generate(*args, **kwargs)
-    return getattr(generated, "sequences", generated)
-
-
-@contextmanager
-def _in_step(model: nn.Module, kwargs: dict[str, object]) -> Iterator[None]:
-    """Gather the weights of the root around `generate` too, and let all ranks make as many forwards."""
+        return getattr(generated, "sequences", generated)
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     if "synced_gpus" not in inspect.signature(model.generate).parameters:  # type: ignore[arg-type]
@@ -413,16 +404,15 @@ def _in_step(model: nn.Module, kwargs: dict[str, object]) -> Iterator[None]:
             "weights, so all ranks must call it equally often. Add the argument synced_gpus=False, and continue until all ranks are done "
             "if it is True; a loop of fixed length may ignore it."
         )
-    kwargs.setdefault("synced_gpus", True)
     own = vars(model).get("generate")
-    register_fsdp_forward_method(model, "generate")
+    register_fsdp_forward_method(model, "generate")  # gathers the weights of the root around it, too
     try:
-        yield
+        generated = model.generate(*args, **{"synced_gpus": True, **kwargs})  # type: ignore[operator]
     finally:
-        if own is None:
-            del model.generate
-        else:
+        del model.generate
+        if own is not None:
             model.generate = own
+    return getattr(generated, "sequences", generated)
 
 
 def padding_token(model: object) -> int | None:

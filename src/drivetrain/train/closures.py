@@ -29,10 +29,10 @@ from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.runtime.seeds import capture_rng, restore_rng, rng_kept
 from drivetrain.train.items import KnownBatch
+from drivetrain.train.run import Measures, Run
 
 if TYPE_CHECKING:
     from drivetrain.train.hooks import TrainerHooks
-    from drivetrain.train.run import Run
 
 _STEP_FIELDS = ("batch", "outputs", "loss", "losses", "batch_output", "sample_index")
 
@@ -81,7 +81,7 @@ class WindowRepeat:
             )
         return self.is_wanted
 
-    def remember(self, run: "Run", state: State, batch: object) -> None:
+    def remember(self, run: Run, state: State, batch: object) -> None:
         """Store a batch of the window before anything changes it."""
         if run.stepper.window.opens:
             self._memories = []
@@ -130,7 +130,7 @@ class WindowRepeat:
                 stepper.guard.drop_nonfinite(stepper.parameters)
         return self._mean(stepper, losses, sizes) if self._returns_loss else None
 
-    def _go_back_to(self, run: "Run", state: State, memory: _Memory) -> None:
+    def _go_back_to(self, run: Run, state: State, memory: _Memory) -> None:
         restore_rng(memory.rng)
         for name, generator in state.generators.items():
             if name in memory.generators:
@@ -151,7 +151,7 @@ class WindowRepeat:
         return total if stepper.window.is_sum or not count else total / count
 
     @contextmanager
-    def _set_aside(self, run: "Run", state: State) -> Iterator[None]:
+    def _set_aside(self, run: Run, state: State) -> Iterator[None]:
         """Hide everything that a pass leaves behind apart from gradients."""
         engine, stepper = run.algorithms_only, run.stepper
         assert engine is not None
@@ -162,7 +162,7 @@ class WindowRepeat:
         with (
             rng_kept(),
             with_attributes(self, is_wanted=False),
-            with_attributes(run, fire=engine.on, measures=run.measures.for_repeated_passes()),
+            with_attributes(run, fire=engine.on, measures=Measures(train_items=run.measures.train_items)),  # never read
             with_attributes(run.data, source=run.data.source),
             with_attributes(stepper, scaler=scaler, synchronises=False, is_finished=stepper.is_finished),
             with_attributes(state, **{name: getattr(state, name) for name in _STEP_FIELDS}),

@@ -22,6 +22,7 @@ from drivetrain.train.batches import (
     carried_loss,
     generation_inputs,
     logits_of,
+    map_tensors,
 )
 from drivetrain.train.failures import check_loss_inputs
 from drivetrain.train.finetuning import restore_frozen_modes
@@ -41,6 +42,9 @@ from drivetrain.train.tracking import LossTracker, MetricSet, RunHistory
 if TYPE_CHECKING:
     from drivetrain.strategy.value import Strategy
     from drivetrain.train.callbacks import CallbackHandler
+
+
+_LOW = (torch.bfloat16, torch.float16)
 
 
 def part(path: str, doc: str | None = None) -> Any:
@@ -353,7 +357,8 @@ class TrainerHooks:
         else:
             with self.runtime.autocast():
                 outputs = state.model(*args, **kwargs)
-            outputs = loaders.to_float32(outputs)
+            # So that the user's loss is computed in float32.
+            outputs = map_tensors(lambda tensor: tensor.float() if tensor.dtype in _LOW else tensor, outputs)
         state.outputs = outputs
         run.loss.saw_forward = True
         getattr(run.fire, run.loss.after_forward)()

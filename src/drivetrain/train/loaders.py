@@ -33,7 +33,6 @@ from drivetrain.runtime.ranks import (
 )
 from drivetrain.runtime.seeds import seed_worker
 from drivetrain.train.arguments import check_dataset
-from drivetrain.train.batches import map_tensors
 from drivetrain.train.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -295,13 +294,6 @@ def move_model(runtime: "TrainerRuntime", model: object) -> Any:
         return model
     model = runtime.precision.cast_parameters(model)
     return model if getattr(model, "hf_device_map", None) else model.to(runtime.device)
-
-
-def to_float32(value: object) -> Any:
-    """Return outputs with low-precision floats as float32, so that the user's loss is computed in float32."""
-    return map_tensors(
-        lambda tensor: tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor, value
-    )
 
 
 def token_counter(batch: object) -> Callable[..., int] | None:

@@ -184,14 +184,6 @@ class Measures:
     step_losses: "StepLosses | None" = None  # sends losses inside an epoch to the loggers, where there are any
     step_times: "StepTimes | None" = None  # times the steps of this rank, on several processes
 
-    def for_repeated_passes(self) -> "Measures":
-        """Return measures with the same counting that are never read."""
-        return Measures(train_items=self.train_items)
-
-    def followed_by(self) -> "Measures":
-        """Return the measures of the next run."""
-        return Measures(tracker=self.tracker, train_metrics=self.train_metrics, eval_metrics=self.eval_metrics)
-
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class SharedParts:
@@ -247,16 +239,10 @@ class Run:
 
     def followed_by(self, agreement: Agreement, settings: TrainSettings) -> "Run":
         """Return the next run of the same Trainer."""
-        return Run(
-            agreement=agreement,
-            shared=self.shared,
-            settings=settings,
-            measures=self.measures.followed_by(),
-            generate=self.generate,
-            fire=self.fire,
-            stepper=self.stepper,
-            repeat=self.repeat,
-        )
+        now = self.measures
+        measures = Measures(tracker=now.tracker, train_metrics=now.train_metrics, eval_metrics=now.eval_metrics)
+        kept = {name: getattr(self, name) for name in ("shared", "generate", "fire", "stepper", "repeat")}
+        return Run(agreement=agreement, settings=settings, measures=measures, **kept)
 
     def require_settings(self) -> TrainSettings:
         """Return the settings of a run that has begun."""
