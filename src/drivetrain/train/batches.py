@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.core.containers import is_namedtuple, leaves, map_items, same_tuple
+from drivetrain.core.containers import map_items, same_tuple
 from drivetrain.core.errors import BatchOutputError, ConfigError, ConfigTypeError, warn
 from drivetrain.module.accumulation import as_factor, share_of
 from drivetrain.module.wrapping import is_fully_sharded, unwrap
@@ -271,7 +271,7 @@ def batch_size_of(targets: object, batch: object) -> int:
     """Return the first dimension of the targets, else of the first tensor found in the batch."""
     if isinstance(targets, Tensor) and targets.dim():
         return targets.shape[0]
-    tensor = first_tensor((targets, batch))
+    tensor = first_tensor(batch) if targets is None else first_tensor((targets, batch))
     return 1 if tensor is None else tensor.shape[0]
 
 
@@ -284,7 +284,10 @@ def map_tensors(function: Callable[[Tensor], object], value: object) -> Any:
 
 def first_tensor(value: object) -> Tensor | None:
     """Return the first tensor with a first dimension in nested containers."""
-    return next((tensor for tensor in leaves(value, Tensor) if tensor.dim()), None)
+    if isinstance(value, Tensor):
+        return value if value.dim() else None
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return next((found for found in map(first_tensor, values) if found is not None), None)
 
 
 def split_batch(batch: object, size: int) -> list[object]:
@@ -299,10 +302,15 @@ def slice_rows(value: Any, start: int, stop: int, rows: int) -> Any:
     """Return some rows of every tensor in nested containers that has that many."""
     if isinstance(value, Tensor):
         return value[start:stop] if value.dim() and value.shape[0] == rows else value
-    is_column = isinstance(value, list | tuple) and not is_namedtuple(value) and len(value) == rows
-    if is_column and not any(isinstance(item, Tensor) for item in value):
+    if isinstance(value, Mapping):
+        return type(value)({k: slice_rows(v, start, stop, rows) for k, v in value.items()})  # type: ignore[call-arg]
+    if not isinstance(value, list | tuple):
+        return value
+    if hasattr(value, "_fields"):
+        return type(value)(*(slice_rows(v, start, stop, rows) for v in value))
+    if len(value) == rows and not any(isinstance(v, Tensor) for v in value):
         return value[start:stop]
-    return map_items(value, partial(slice_rows, start=start, stop=stop, rows=rows))
+    return type(value)(slice_rows(v, start, stop, rows) for v in value)
 
 
 def join_outputs(parts: list[Any]) -> Any:
