@@ -68,12 +68,12 @@ def test_rows_as_the_recorder_writes_them_are_summarized(tmp_path):
     sink.open(tmp_path, None)
     for step in range(300):
         sink.scalar("train/loss", 1.0 / (step + 1), step, 1.0)
-    sink._file.append(sink.take_waiting())
+    sink.flush()
     sink.close()
     sink = JsonlSink()
     sink.open(tmp_path, Resume(step=100, lines=100))
     sink.scalar("train/loss", math.nan, 100, 1.0)
-    sink._file.append(sink.take_waiting())
+    sink.flush()
     sink.close()
     check_agrees(tmp_path / "metrics.jsonl")
     own = summarize_metrics(tmp_path / "metrics.jsonl").tags["train/loss"]

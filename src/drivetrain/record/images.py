@@ -41,10 +41,10 @@ class Picture:
 def check_image(image: Any) -> Any:
     """Return an image as a tensor or array of two or three dimensions, or raise; values are not read. A batch of one is its image."""
     if type(image).__module__.partition(".")[0] == "PIL":
-        has_alpha = image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
-        return np.asarray(
-            image if image.mode in ("L", "RGB", "RGBA") else image.convert("RGBA" if has_alpha else "RGB")
-        )
+        if image.mode not in ("L", "RGB", "RGBA"):
+            has_alpha = image.mode in ("LA", "PA") or "transparency" in image.info
+            image = image.convert("RGBA" if has_alpha else "RGB")
+        return np.asarray(image)
     if not isinstance(image, torch.Tensor):
         try:
             image = np.asarray(image)
@@ -103,24 +103,17 @@ def encode_png(pixels: np.ndarray) -> bytes:
     filtered[0, 1:] = rows[0]
     np.subtract(rows[1:], rows[:-1], out=filtered[1:, 1:])
     header = struct.pack(">IIBBBBB", width, height, 8, _COLOR_TYPES[channels], 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + _chunk(b"IHDR", header)
-        + _chunk(b"IDAT", zlib.compress(filtered.tobytes(), 6))
-        + _chunk(b"IEND", b"")
-    )
+    parts = {b"IHDR": header, b"IDAT": zlib.compress(filtered.tobytes(), 6), b"IEND": b""}
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in parts.items())
 
 
 def check_figure(figure: object) -> Any:
     """Return a matplotlib Figure, or raise an error with the type that was given."""
     matplotlib = sys.modules.get("matplotlib.figure")  # a Figure cannot exist before it is loaded
     if matplotlib is None or not isinstance(figure, matplotlib.Figure):
-        hint = (
-            " Pass its figure: axes.figure."
-            if hasattr(figure, "get_figure")
-            else " Arrays and PIL images go to image()."
-        )
-        raise ConfigError(f"figure() was given a {type(figure).__name__}; expected a matplotlib Figure.{hint}")
+        is_part = hasattr(figure, "get_figure")
+        hint = "Pass its figure: axes.figure." if is_part else "Arrays and PIL images go to image()."
+        raise ConfigError(f"figure() was given a {type(figure).__name__}; expected a matplotlib Figure. {hint}")
     return figure
 
 

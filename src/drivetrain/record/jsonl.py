@@ -29,26 +29,34 @@ if TYPE_CHECKING:
     from drivetrain.record.sink import Resume
 
 
-class AppendFile:
-    """Appends lines to a regular file, never through a link, and knows how many it has.
+class FileSink:
+    """The part of a sink that appends waiting lines to a regular file, never through a link. A subclass opens it.
 
-    It grows by whole blocks. A full disk must not leave half a line in the middle of a file that goes on when there is space again, and a
-    process killed while writing leaves half a line only at the end, which the next writer cuts off.
+    The file grows by whole blocks. A full disk must not leave half a line in the middle of a file that goes on when there is space again,
+    and a process killed while writing leaves half a line only at the end, which the next writer cuts off.
     """
 
-    def __init__(self, path: Path):
-        self.path = path
-        self._file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        try:
-            self._size, self.lines = _measured(path)
-            os.ftruncate(self._file, self._size)
-        except BaseException:
-            os.close(self._file)
-            raise
+    def __init__(self) -> None:
+        self._waiting: list[str] = []
+        self._file: int | None = None
+        self._size = self._lines = 0
 
-    def append(self, lines: list[str]) -> None:
-        """Write lines, each with its end, all of them or none."""
-        block = "".join(lines).encode()
+    def _open(self, path: Path) -> None:
+        file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        try:
+            self._size, self._lines = _measured(path)
+            os.ftruncate(file, self._size)
+        except BaseException:
+            os.close(file)
+            raise
+        self._file = file
+
+    def flush(self) -> None:
+        """Write what is waiting, all of it or nothing."""
+        if self._file is None or not self._waiting:
+            return
+        count, block = len(self._waiting), "".join(self._waiting).encode()
+        self._waiting.clear()
         try:
             done = 0
             while done < len(block):
@@ -57,27 +65,7 @@ class AppendFile:
             os.ftruncate(self._file, self._size)
             raise
         self._size += len(block)
-        self.lines += len(lines)
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._file)
-
-
-class FileSink:
-    """The part of a sink that appends the lines that wait to a file; a subclass opens it."""
-
-    _file: AppendFile | None = None
-
-    def __init__(self) -> None:
-        self._waiting: list[str] = []
-
-    def flush(self) -> None:
-        """Write what is waiting."""
-        if self._file is not None and self._waiting:
-            lines = self._waiting.copy()
-            self._waiting.clear()
-            self._file.append(lines)
+        self._lines += count
 
     def close(self) -> None:
         """Write what is waiting and close the file."""
@@ -85,7 +73,7 @@ class FileSink:
             try:
                 self.flush()
             finally:
-                self._file.close()
+                os.close(self._file)
                 self._file = None
 
 
@@ -117,16 +105,17 @@ class JsonlSink(FileSink):
     @property
     def lines(self) -> int | None:
         """How many lines have been written, None while the file is closed."""
-        return None if self._file is None else self._file.lines
+        return None if self._file is None else self._lines
 
     def open(self, folder: Path, resume: "Resume | None") -> None:
         """Open the file for appending; a resume adds a line."""
-        self._file = AppendFile(folder / FILE_NAME)
+        self._open(folder / FILE_NAME)
         if resume is not None:
             line: dict[str, object] = {"kind": "resume", "step": resume.step, "time": round(clock.time(), 3)}
             if resume.lines is not None:
                 line["lines"] = resume.lines
-            self._file.append([json.dumps(line) + "\n"])
+            self._waiting.append(json.dumps(line) + "\n")
+            self.flush()
 
     def scalar(self, tag: str, value: float, step: int, time: float) -> None:
         """Take one number."""
@@ -277,8 +266,8 @@ class CsvSink(FileSink):
                 )
                 file.flush()
                 file.detach()  # `replacing` closes the stream beneath it
-        self._file = AppendFile(path)
-        if self._file.lines == 0:
+        self._open(path)
+        if self._lines == 0:
             self._writer.writerow(COLUMNS)
 
     def scalar(self, tag: str, value: float, step: int, time: float) -> None:

@@ -260,9 +260,8 @@ class ConsoleSink:
         """Print the line of a step in which something was recorded."""
         if self._values:
             values, self._values = self._values, {}
-            self._print(
-                "  ".join([f"step {step}", *(f"{printable(tag)} {value:.6g}" for tag, value in values.items())])
-            )
+            shown = [f"{printable(tag)} {value:.6g}" for tag, value in values.items()]
+            self._print("  ".join([f"step {step}", *shown]))
 
     def _print(self, line: str) -> None:
         print(line, file=self._file or sys.stdout, flush=True)
