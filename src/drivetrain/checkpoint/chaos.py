@@ -27,6 +27,7 @@ from typing import BinaryIO, Literal, Protocol
 
 from drivetrain.checkpoint import files
 from drivetrain.checkpoint.layout import MANIFEST
+from drivetrain.core.containers import with_attributes
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.core.files import TEMPORARY
 
@@ -94,11 +95,8 @@ def full_disk(after: int = 0) -> Iterator[None]:
         left -= len(piece)
         real(stream, piece)
 
-    files.put = put
-    try:
+    with with_attributes(files, put=put):
         yield
-    finally:
-        files.put = real
 
 
 # Processes that die.

@@ -225,10 +225,9 @@ class Checkpointer:
         place = exchange.first(find)
         if place.kind == "file":
             return Restored(path=place.path, report=self._load(read_file(place.path), exchange))
-        merges, live = merges_of(self.ctx), self.ctx.state_dict
-        loaded = CheckpointReader(verify=self.verify, exchange=exchange, live=live, merges=merges, resume=True).read_at(
-            find
-        )
+        live, merges = self.ctx.state_dict, merges_of(self.ctx)
+        reader = CheckpointReader(verify=self.verify, exchange=exchange, live=live, merges=merges, resume=True)
+        loaded = reader.read_at(find)
         with reading_from(self.ctx, loaded.path.parent):
             report = self._load(state_of(loaded), exchange)
         return self._continue(loaded, report)

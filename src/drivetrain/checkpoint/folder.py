@@ -6,14 +6,13 @@ thread that touches the lock warns within seconds. Rank 0 holds the lock for all
 """
 
 import os
-import warnings
 from pathlib import Path
 
 from drivetrain.checkpoint.exchange import RankExchange, control_exchange
 from drivetrain.checkpoint.files import replace_text
 from drivetrain.checkpoint.layout import checkpoint_folders
 from drivetrain.checkpoint.writer import WriteFailedError
-from drivetrain.core.errors import CheckpointsExistError, DrivetrainWarning, FolderInUseError
+from drivetrain.core.errors import CheckpointsExistError, FolderInUseError, warn
 from drivetrain.core.files import TEMPORARY
 from drivetrain.core.locking import FolderLock, lock_held_here
 
@@ -104,16 +103,13 @@ def check_folder(directory: Path, device: int | None, name: str, exchange: RankE
         return is_new, _owner_after_taking(directory, lock)
 
     def failed(why: str) -> WriteFailedError:
-        way_out = (
-            "Make the folder available and continue with resume_from='auto', or train into another checkpoint_dir."
-        )
+        way_out = "Make the folder available and continue with resume_from='auto', or use another checkpoint_dir."
         return WriteFailedError(f"{name} was not saved: {why}. {way_out}", is_permanent=True)
 
     is_new, owner = exchange.first(test, failed)
     _check_owner(directory, owner)
     if is_new:
-        warnings.warn(
+        warn(
             f"the checkpoint folder {directory} disappeared during the run, with its checkpoints. It is created again for {name}.",
-            DrivetrainWarning,
             stacklevel=4,
         )

@@ -142,9 +142,7 @@ class Manifest:
     def to_json(self) -> bytes:
         """Return the text of `manifest.json`, which ends with the hash of everything before it."""
         content: StateDict = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        content["metrics"] = {
-            name: value if math.isfinite(value) else repr(value) for name, value in self.metrics.items()
-        }
+        content["metrics"] = {tag: one if math.isfinite(one) else repr(one) for tag, one in self.metrics.items()}
         content["sha256"] = _content_hash(content)
         return json.dumps(content, indent=1, allow_nan=False).encode()
 

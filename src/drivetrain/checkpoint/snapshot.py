@@ -29,7 +29,7 @@ from drivetrain.core.types import StateDict
 from drivetrain.runtime.codec import is_packed_generator, pack, unpack
 from drivetrain.runtime.coders import tag_of
 from drivetrain.runtime.run import ExperimentRun, current_run
-from drivetrain.runtime.seeds import capture_rng, derive_seed, restore_rng, same_state, set_seed
+from drivetrain.runtime.seeds import capture_rng, derive_seed, rng_kept, same_state, set_seed
 
 
 def take_snapshot(
@@ -60,9 +60,8 @@ def take_snapshot(
         seed = torch.initial_seed() if run is None else run.seed
     flat_run = flatten(_run_state(run) if is_context and run is not None else None)
     if flat_run.tensors:
-        raise CheckpointError(
-            f"parameters of the run hold tensors ({', '.join(flat_run.tensors)}). Keep them in the Context."
-        )
+        names = ", ".join(flat_run.tensors)
+        raise CheckpointError(f"parameters of the run hold tensors ({names}). Keep them in the Context.")
     flat.structure = {"kind": "context" if is_context else "dict", "state": flat.structure, "run": flat_run.structure}
     is_own = is_context and not _is_alike(flat, exchange)
     snapshot = Snapshot(
@@ -94,9 +93,7 @@ def _is_alike(flat: FlatState, exchange: RankExchange) -> bool:
     if exchange.size == 1:
         return True
     whole = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in flat.tensors.items()}
-    sharded = {
-        name: (tuple(tensor.shape), str(tensor.dtype), _whole_mesh(tensor)) for name, tensor in flat.sharded.items()
-    }
+    sharded = {name: (tuple(one.shape), str(one.dtype), _whole_mesh(one)) for name, one in flat.sharded.items()}
     digest = hashlib.sha256(repr(sorted((whole | sharded).items())).encode()).hexdigest()
     exchange.meet("saving a checkpoint")
     if len(set(exchange.gather(digest))) == 1:
@@ -283,12 +280,9 @@ def state_for_rank(folder: Path, manifest: Manifest, rank: int, size: int, merge
                 f"{name} differs between ranks and was saved by {manifest.world_size}; there are {size} now, so it cannot be "
                 f"restored exactly. Resume with {manifest.world_size} processes, or from a checkpoint between two updates."
             )
-    before = capture_rng()
-    try:
+    with rng_kept():
         set_seed(derive_seed(seed, "resume", rank, manifest.sequence))
         return RankState(capture_rng(), local)
-    finally:
-        restore_rng(before)
 
 
 def _fresh_generator(packed: StateDict, seed: int) -> object:

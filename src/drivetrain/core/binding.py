@@ -24,6 +24,10 @@ _CALLED_BY_NAME = frozenset({*_EVENT_NAMES, "run_event", "close", "post_close"})
 _FORMS = {"match": ("event", "state"), "apply": ("event", "state", "logger"), "close": ("state", "logger")}
 
 
+Host = Callable[[], object]
+"""Returns what trainer callbacks receive as their first argument."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Binding:
     """One plugin at one event."""
@@ -73,9 +77,7 @@ def check_plugin(plugin: object) -> None:
         )
 
 
-def bindings_of(
-    plugin: Any, event: Event, state: object, logger: Logger, host: Callable[[], object]
-) -> Iterator[Binding]:
+def bindings_of(plugin: Any, event: Event, state: object, logger: Logger, host: Host) -> Iterator[Binding]:
     """Yield what `plugin` does at `event`: its `apply`, its `run_event`, its method of that name."""
     make = partial(Binding, plugin=plugin, event=event, name=plugin_name(plugin), phase=phase_of(plugin))
     if _defines(plugin, "apply") and subscribes(plugin, event):
@@ -129,9 +131,7 @@ def call_closing(plugin: object, method: str, arguments: tuple[object, ...]) -> 
         bound(*(arguments if inspect.signature(bound).parameters else ()))
 
 
-def _hook_call(
-    bound: Callable[..., object], names: tuple[str, ...], state: object, host: Callable[[], object]
-) -> Callable[[], object]:
+def _hook_call(bound: Callable[..., object], names: tuple[str, ...], state: object, host: Host) -> Callable[[], object]:
     """Return a callable that calls an `on_*` method with the host and the state's present values."""
     if not names:
         return lambda: bound(host())

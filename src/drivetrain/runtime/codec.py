@@ -241,9 +241,8 @@ class Unpacker:
 
     def entries(self, packed: Mapping[object, object], path: str) -> dict[Any, Any]:
         """Return the entries of a packed dict."""
-        return {
-            key: self.unpack(item, join_path(path, key)) for key, item in packed.items() if not self._leaves_out(item)
-        }
+        kept = [(key, item) for key, item in packed.items() if not self._leaves_out(item)]
+        return {key: self.unpack(item, join_path(path, key)) for key, item in kept}
 
     def pairs(self, content: Content, path: str) -> list[tuple[object, object]]:
         """Return the entries of a mapping that is packed as pairs."""

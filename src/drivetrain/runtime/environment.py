@@ -67,9 +67,7 @@ def _from_torchrun(env: Mapping[str, str]) -> LaunchedWorld:
                 f"the environment has {given}={env[given]!r} but no {missing}; set both or neither. Start the program "
                 f"with torchrun, accelerate launch or srun, which set both, or unset {given} to run on one process."
             )
-    rank, world_size = _position(
-        env, "RANK", "WORLD_SIZE", "Give every process its own RANK, or let torchrun set both."
-    )
+    rank, world_size = _position(env, "RANK", "WORLD_SIZE", "Give each process its own RANK, or let torchrun set both.")
     local_world_size = _integer(env, "LOCAL_WORLD_SIZE", least=1) if "LOCAL_WORLD_SIZE" in env else None
     if env.get("LOCAL_RANK", "-1") == "-1":  # some launchers set -1 for "not given"
         local_rank = rank % (local_world_size or world_size)

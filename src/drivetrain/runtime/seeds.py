@@ -10,7 +10,6 @@ import operator
 import os
 import random
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
@@ -18,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from drivetrain.core.arguments import check_choice
-from drivetrain.core.errors import ConfigError, DrivetrainWarning, StateError
+from drivetrain.core.errors import ConfigError, StateError, warn
 from drivetrain.core.types import StateDict
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.ranks import get_rank, is_distributed
@@ -127,9 +126,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     """Restore the result of `capture_rng`. The part of an accelerator that is absent is skipped."""
     missing = {"python", "torch"} - set(state)
     if missing:
-        raise StateError(
-            f"random state: {sorted(missing)} missing in {sorted(state)}. Pass what capture_rng() returned."
-        )
+        raise StateError(f"random state: {sorted(missing)} missing in {sorted(state)}. Pass that of capture_rng().")
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     torch.set_rng_state(state["torch"].cpu())
@@ -192,11 +189,9 @@ def set_deterministic(mode: Literal["off", "warn", "strict"]) -> None:
             os.environ.get(CUBLAS_VARIABLE),
         )
     if CUBLAS_VARIABLE not in os.environ and torch.cuda.is_available() and torch.cuda.is_initialized():
-        warnings.warn(
+        warn(
             f"deterministic={mode!r} is set after CUDA has started, so {CUBLAS_VARIABLE}=:4096:8 may come too late for "
-            "matrix products. Set it before the first CUDA call, or in the shell.",
-            DrivetrainWarning,
-            stacklevel=2,
+            "matrix products. Set it before the first CUDA call, or in the shell."
         )
     _apply_settings(_Settings(True, mode == "warn", False, os.environ.get(CUBLAS_VARIABLE, ":4096:8")))
 

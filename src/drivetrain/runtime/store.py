@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from drivetrain.core.errors import DistributedError
-from drivetrain.runtime.environment import LOOPBACK, LaunchedWorld
+from drivetrain.runtime.environment import LaunchedWorld
 
 STORE_VARIABLE = "DRIVETRAIN_STORE"
 """A private folder for stores. It belongs to the launch whose run id is the folder's name."""
@@ -114,6 +114,3 @@ def loopback_variables() -> dict[str, str]:
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     wanted = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return {} if name is None else {variable: name for variable in wanted if variable not in os.environ}
-
-
-__all__ = ["LOOPBACK", "STORE_VARIABLE", "has_private_store", "keep_to_loopback", "loopback_server", "open_store"]
