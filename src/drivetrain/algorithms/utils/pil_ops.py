@@ -7,11 +7,6 @@ from PIL.ImageOps import autocontrast, equalize, posterize, solarize  # noqa: F4
 from drivetrain.algorithms.utils.tensor_ops import Matrix
 
 
-def size(image: Image) -> tuple[int, int]:
-    """Return width and height."""
-    return image.size
-
-
 def rotate(image: Image, degrees: float) -> Image:
     """Turn counter-clockwise around the centre."""
     return image.rotate(degrees, resample=Resampling.BILINEAR)

@@ -8,8 +8,6 @@ around 1, the `_original` variants as in the paper's code.
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import wraps
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,99 +30,49 @@ class UnknownSetError(ConfigError, KeyError):
         return Exception.__str__(self)
 
 
-def _augmentation(operate: Callable[[ModuleType, Image, float, Generator], Image]) -> Augmentation:
-    """Turn `(operations, image, level, generator)` into a function of an image of any kind."""
+Draw = Callable[[float, Generator, tuple[int, int]], tuple[object, ...]]
+"""Draws the arguments of an operation from level, generator, and width and height of the image."""
 
-    @wraps(operate)
+
+def _augmentation(name: str, doc: str, draw: Draw, operation: str = "") -> Augmentation:
+    """Return the augmentation that calls an operation, by default the one of its name, with drawn arguments."""
+    operation = operation or name
+
     def augment(image: Image, level: float, generator: Generator = None) -> Image:
         if is_pil(image):
             from drivetrain.algorithms.utils import pil_ops
 
-            return operate(pil_ops, image, level, generator)
+            return getattr(pil_ops, operation)(image, *draw(level, generator, image.size))
         if not isinstance(image, Tensor) or image.ndim != 3:
             shape = tuple(image.shape) if isinstance(image, Tensor) else type(image).__name__
             raise ConfigTypeError(f"an image is a PIL image or a tensor (C, H, W); got {shape}.")
+        operate, drawn = getattr(tensor_ops, operation), draw(level, generator, tensor_ops.size(image))
         if image.dtype is torch.uint8:
-            return operate(tensor_ops, image, level, generator)
+            return operate(image, *drawn)
         levels = (image.float() * 255).round().clamp(0, 255).to(torch.uint8)
-        return (operate(tensor_ops, levels, level, generator).float() / 255).to(image.dtype)
+        return (operate(levels, *drawn).float() / 255).to(image.dtype)
 
-    del augment.__wrapped__  # its signature is not the one to show
+    augment.__name__ = augment.__qualname__ = name
+    augment.__doc__ = doc
     augment.draws_from_generator = True  # type: ignore[attr-defined]
     return augment
-
-
-@_augmentation
-def autocontrast(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
-    """Stretch each channel to the full range."""
-    return operations.autocontrast(image)
-
-
-@_augmentation
-def equalize(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
-    """Make each channel's values equally frequent."""
-    return operations.equalize(image)
-
-
-@_augmentation
-def posterize(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
-    """Keep one to four bits of each value."""
-    return operations.posterize(image, 4 - int(_strength(level, 4, generator)))
-
-
-@_augmentation
-def rotate(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
-    """Turn by up to 30 degrees to either side."""
-    return operations.rotate(image, _either_sign(int(_strength(level, 30, generator)), generator))
-
-
-@_augmentation
-def solarize(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
-    """Invert the brightest values."""
-    return operations.solarize(image, 256 - int(_strength(level, 256, generator)))
-
-
-@_augmentation
-def shear_x(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
-    """Shear to either side."""
-    return operations.affine(image, (1, _either_sign(_strength(level, 0.3, generator), generator), 0, 0, 1, 0))
-
-
-@_augmentation
-def shear_y(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
-    """Shear up or down."""
-    return operations.affine(image, (1, 0, 0, _either_sign(_strength(level, 0.3, generator), generator), 1, 0))
-
-
-@_augmentation
-def translate_x(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
-    """Move by up to a third to either side."""
-    shift = _either_sign(int(_strength(level, operations.size(image)[0] / 3, generator)), generator)
-    return operations.affine(image, (1, 0, shift, 0, 1, 0))
-
-
-@_augmentation
-def translate_y(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
-    """Move by up to a third up or down."""
-    shift = _either_sign(int(_strength(level, operations.size(image)[1] / 3, generator)), generator)
-    return operations.affine(image, (1, 0, 0, 0, 1, shift))
-
-
-def _colour(name: str, factor: Callable[[float, Generator], float], drawn: str = "") -> Augmentation:
-    """Return the augmentation that changes the color, contrast, brightness or sharpness by a factor."""
-    operation = name.removesuffix("_original")
-
-    def operate(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
-        return getattr(operations, operation)(image, factor(level, generator))
-
-    operate.__name__ = operate.__qualname__ = name
-    operate.__doc__ = f"Change the {operation}{drawn}."
-    return _augmentation(operate)
 
 
 def _strength(level: float, maximum: float, generator: Generator) -> float:
     """Return a strength drawn up to `level` tenths of the maximum."""
     return draw_uniform(0.1, level, generator) * maximum / 10
+
+
+def _either_sign(value: float, generator: Generator) -> float:
+    return -value if draw_coin(generator) else value
+
+
+def _shear(level: float, generator: Generator) -> float:
+    return _either_sign(_strength(level, 0.3, generator), generator)
+
+
+def _shift(level: float, generator: Generator, side: int) -> float:
+    return _either_sign(int(_strength(level, side / 3, generator)), generator)
 
 
 def _around_one(level: float, generator: Generator) -> float:
@@ -133,24 +81,56 @@ def _around_one(level: float, generator: Generator) -> float:
 
 
 def _not_too_bright(level: float, generator: Generator) -> float:
+    """Return a factor around 1; brightening is weaker, because it soon leaves nothing to see."""
     factor = _around_one(level, generator)
     return factor * 0.75 if factor > 1 else factor
 
 
-def _as_in_paper(level: float, generator: Generator) -> float:
-    return _strength(level, 1.8, generator) + 0.1
-
-
-def _either_sign(value: float, generator: Generator) -> float:
-    return -value if draw_coin(generator) else value
-
-
-color, contrast, sharpness = (_colour(name, _around_one) for name in ("color", "contrast", "sharpness"))
-brightness = _colour(
-    "brightness", _not_too_bright, "; brightening is drawn weaker, because it soon leaves nothing to see"
+autocontrast = _augmentation("autocontrast", "Stretch each channel to the full range.", lambda level, rng, size: ())
+equalize = _augmentation("equalize", "Make each channel's values equally frequent.", lambda level, rng, size: ())
+posterize = _augmentation(
+    "posterize", "Keep one to four bits of each value.", lambda level, rng, size: (4 - int(_strength(level, 4, rng)),)
+)
+rotate = _augmentation(
+    "rotate",
+    "Turn by up to 30 degrees to either side.",
+    lambda level, rng, size: (_either_sign(int(_strength(level, 30, rng)), rng),),
+)
+solarize = _augmentation(
+    "solarize", "Invert the brightest values.", lambda level, rng, size: (256 - int(_strength(level, 256, rng)),)
+)
+shear_x = _augmentation(
+    "shear_x", "Shear to either side.", lambda level, rng, size: ((1, _shear(level, rng), 0, 0, 1, 0),), "affine"
+)
+shear_y = _augmentation(
+    "shear_y", "Shear up or down.", lambda level, rng, size: ((1, 0, 0, _shear(level, rng), 1, 0),), "affine"
+)
+translate_x = _augmentation(
+    "translate_x",
+    "Move by up to a third to either side.",
+    lambda level, rng, size: ((1, 0, _shift(level, rng, size[0]), 0, 1, 0),),
+    "affine",
+)
+translate_y = _augmentation(
+    "translate_y",
+    "Move by up to a third up or down.",
+    lambda level, rng, size: ((1, 0, 0, 0, 1, _shift(level, rng, size[1])),),
+    "affine",
+)
+color, contrast, sharpness = (
+    _augmentation(name, f"Change the {name}.", lambda level, rng, size: (_around_one(level, rng),))
+    for name in ("color", "contrast", "sharpness")
+)
+brightness = _augmentation(
+    "brightness", "Change the brightness.", lambda level, rng, size: (_not_too_bright(level, rng),)
 )
 color_original, contrast_original, brightness_original, sharpness_original = (
-    _colour(f"{name}_original", _as_in_paper, " by the paper's factor")
+    _augmentation(
+        f"{name}_original",
+        f"Change the {name} by the paper's factor.",
+        lambda level, rng, size: (_strength(level, 1.8, rng) + 0.1,),
+        name,
+    )
     for name in ("color", "contrast", "brightness", "sharpness")
 )
 
