@@ -6,6 +6,7 @@ restored when the run ends.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -87,7 +88,7 @@ class FastDefaults(Algorithm):
             )
             return
         state.loss_fn = FusedCrossEntropy(state.loss_fn, head)
-        head.forward = _PassThrough(head)  # type: ignore[assignment]
+        head.forward = partial(_pass_through, head)  # type: ignore[assignment]
         self.changes.append("cross-entropy fused with the last linear layer")
 
     def close(self, state: State, logger: Logger) -> None:
@@ -120,14 +121,9 @@ class FusedCrossEntropy(nn.Module):
         )  # fmt: skip
 
 
-class _PassThrough:
-    """The forward of a head whose product with the weight is part of the loss while training."""
-
-    def __init__(self, head: nn.Linear):
-        self.head = head
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x if self.head.training else nn.functional.linear(x, self.head.weight, self.head.bias)
+def _pass_through(head: nn.Linear, x: Tensor) -> Tensor:
+    """Replace the forward of a head whose product with the weight is part of the loss while training."""
+    return x if head.training else nn.functional.linear(x, head.weight, head.bias)
 
 
 def mostly_convolutions(model: nn.Module) -> bool:

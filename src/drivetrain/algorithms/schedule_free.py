@@ -67,7 +67,11 @@ class ScheduleFree(OptimizerReplacement):
             return
         optimizer: Any = own_optimizer(state, str(self))
         if event is Event.FIT_START:
-            self._check_scheduler(state)
+            if state.schedulers:
+                raise ConfigError(
+                    f"ScheduleFree replaces the schedule, but this run has one ({type(state.schedulers[0]).__name__}). Remove "
+                    "create_scheduler_fn; for a warm-up use ScheduleFree(warmup='500ba')."
+                )
             optimizer.train()
         elif event is Event.FIT_END:
             optimizer.eval()
@@ -92,10 +96,3 @@ class ScheduleFree(OptimizerReplacement):
     def _measure(self, state: State) -> None:
         if self.bn_batches:
             measure_batch_norms(state, self.bn_batches)
-
-    def _check_scheduler(self, state: State) -> None:
-        if state.schedulers:
-            raise ConfigError(
-                f"ScheduleFree replaces the schedule, but this run has one ({type(state.schedulers[0]).__name__}). Remove "
-                "create_scheduler_fn; for a warm-up use ScheduleFree(warmup='500ba')."
-            )

@@ -198,20 +198,16 @@ class _Resting:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer whose rates it no longer changes."""
         return self.scheduler.optimizer
 
     def step(self, *args: object, **kwargs: object) -> None:
         """Do nothing."""
 
     def get_last_lr(self) -> list[float]:
-        """Return the rates as they are."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> StateDict:
-        """Return the state of the scheduler at rest."""
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Give it its state back."""
         self.scheduler.load_state_dict(state)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, warn_no_effect
 from drivetrain.core.arguments import check_counts
 from drivetrain.core.errors import DrivetrainWarning
+from drivetrain.module.surgery import count_module_instances
 
 
 class WeightStandardizer(nn.Module):
@@ -39,7 +40,7 @@ def apply_weight_standardization(
             f"{type(module).__name__} has {len(convs)} convolutions."
         )
     for conv in chosen:
-        if not _is_standardized(conv):
+        if not count_module_instances(conv, WeightStandardizer):
             parametrize.register_parametrization(conv, "weight", WeightStandardizer())
     return len(chosen)
 
@@ -53,12 +54,6 @@ class _ConvolutionTracer(torch.fx.Tracer):
 
 def _convolutions(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
-
-
-def _is_standardized(conv: nn.Module) -> bool:
-    if not parametrize.is_parametrized(conv, "weight"):
-        return False
-    return any(isinstance(one, WeightStandardizer) for one in conv.parametrizations["weight"])  # type: ignore[index]
 
 
 def _in_order(model: nn.Module) -> list[nn.Module]:

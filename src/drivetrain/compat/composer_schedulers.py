@@ -59,6 +59,13 @@ class _Scheduler:
         end = self._span("t_max", state, ssr)
         return min(1.0, position_in(end.unit, state) / end.value)
 
+    def __call__(self, state: State, ssr: float = 1.0) -> float:
+        return self.body(self._share(state, ssr))
+
+    def body(self, u: float) -> float:
+        """Return the factor while u goes from 0 to 1: until `t_max`, after a warm-up where there is one."""
+        raise NotImplementedError
+
 
 class StepScheduler(_Scheduler):
     """Multiplies by gamma after every `step_size`."""
@@ -106,8 +113,8 @@ class LinearScheduler(_Scheduler):
         self.t_max = self._positive("t_max", t_max)
         self.alpha_i, self.alpha_f = self._factor("alpha_i", alpha_i), self._factor("alpha_f", alpha_f)
 
-    def __call__(self, state: State, ssr: float = 1.0) -> float:
-        return schedules.between(self.alpha_i, self.alpha_f, schedules.linear(self._share(state, ssr)))
+    def body(self, u: float) -> float:
+        return schedules.between(self.alpha_i, self.alpha_f, schedules.linear(u))
 
 
 class ExponentialScheduler(_Scheduler):
@@ -127,8 +134,8 @@ class CosineAnnealingScheduler(_Scheduler):
     def __init__(self, t_max: TimeLike = "1dur", alpha_f: float = 0.0):
         self.t_max, self.alpha_f = self._positive("t_max", t_max), self._factor("alpha_f", alpha_f)
 
-    def __call__(self, state: State, ssr: float = 1.0) -> float:
-        return schedules.with_floor(schedules.cosine(self._share(state, ssr)), self.alpha_f)
+    def body(self, u: float) -> float:
+        return schedules.with_floor(schedules.cosine(u), self.alpha_f)
 
 
 class CosineAnnealingWarmRestartsScheduler(_Scheduler):
@@ -158,8 +165,8 @@ class PolynomialScheduler(_Scheduler):
         self.power, self.t_max = self._factor("power", power), self._positive("t_max", t_max)
         self.alpha_f = self._factor("alpha_f", alpha_f)
 
-    def __call__(self, state: State, ssr: float = 1.0) -> float:
-        return schedules.with_floor(schedules.polynomial(self._share(state, ssr), self.power), self.alpha_f)
+    def body(self, u: float) -> float:
+        return schedules.with_floor(schedules.polynomial(u, self.power), self.alpha_f)
 
 
 class MultiStepWithWarmupScheduler(_Scheduler):
@@ -199,10 +206,6 @@ class _WithWarmup(_Scheduler):
         done = position_in(end.unit, state) - warmup.value
         return self.body(min(1.0, done / left) if left > 0 else 1.0)
 
-    def body(self, u: float) -> float:
-        """Return the factor after the warm-up; u goes from 0 to 1."""
-        raise NotImplementedError
-
 
 class ConstantWithWarmupScheduler(_WithWarmup):
     """Rises to `alpha` and stays there."""
@@ -215,7 +218,7 @@ class ConstantWithWarmupScheduler(_WithWarmup):
         return self.alpha
 
 
-class LinearWithWarmupScheduler(_WithWarmup):
+class LinearWithWarmupScheduler(_WithWarmup, LinearScheduler):
     """Rises to `alpha_i`, then goes to `alpha_f` in a straight line."""
 
     def __init__(
@@ -230,22 +233,16 @@ class LinearWithWarmupScheduler(_WithWarmup):
         self.alpha_i = self.peak = self._factor("alpha_i", alpha_i)
         self.alpha_f = self._factor("alpha_f", alpha_f)
 
-    def body(self, u: float) -> float:
-        return schedules.between(self.alpha_i, self.alpha_f, schedules.linear(u))
 
-
-class CosineAnnealingWithWarmupScheduler(_WithWarmup):
+class CosineAnnealingWithWarmupScheduler(_WithWarmup, CosineAnnealingScheduler):
     """Rises to 1, then falls along half a cosine to `alpha_f`."""
 
     def __init__(self, t_warmup: TimeLike, t_max: TimeLike = "1dur", alpha_f: float = 0.0, scale_warmup: bool = False):
         super().__init__(t_warmup, t_max, scale_warmup)
         self.alpha_f = self._factor("alpha_f", alpha_f)
 
-    def body(self, u: float) -> float:
-        return schedules.with_floor(schedules.cosine(u), self.alpha_f)
 
-
-class PolynomialWithWarmupScheduler(_WithWarmup):
+class PolynomialWithWarmupScheduler(_WithWarmup, PolynomialScheduler):
     """Rises to 1, then falls to `alpha_f` as a power of what is left."""
 
     def __init__(
@@ -258,9 +255,6 @@ class PolynomialWithWarmupScheduler(_WithWarmup):
     ):
         super().__init__(t_warmup, t_max, scale_warmup)
         self.power, self.alpha_f = self._factor("power", power), self._factor("alpha_f", alpha_f)
-
-    def body(self, u: float) -> float:
-        return schedules.with_floor(schedules.polynomial(u, self.power), self.alpha_f)
 
 
 class WSDScheduler(_Scheduler):

@@ -124,19 +124,16 @@ class Loading:
 
     def build(self, saved: object, path: str) -> Restore:
         """Return what makes a saved value that has no live counterpart, on the Context's device."""
-        if _is_foreign_state(saved):
+        is_optimizer = isinstance(saved, dict) and set(saved) == {"state", "param_groups"}
+        if is_optimizer or hasattr(saved, "_metadata"):  # nothing can be built from these
             self.note("unexpected", path, "the state of a module or optimizer, but the Context has none")
             return keep(None)
+        device = self._root._device
         try:
-            value = Unpacker(self._classes, self._own_tensor).unpack(saved)
+            return keep(Unpacker(self._classes, lambda tensor: tensor.to(device, copy=True)).unpack(saved))
         except StateError as error:
             self.note("unfitting", path, str(error))
             return keep(None)
-        return keep(value)
-
-    def _own_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        device = self._root._device
-        return tensor.clone() if device is None else tensor.to(device, copy=True)
 
     def unpack(self, saved: object, live: Callable[[], Any] | None = None) -> Any:
         """Return the value behind a packed one; classes come from the Context, then from what `live` returns."""
@@ -165,7 +162,9 @@ class Loading:
 
     def unfit(self, path: str, item: object, saved: object, reason: str | None = None) -> Restore:
         """Note a state that an item cannot take, and keep the item."""
-        self.note("unfitting", path, reason or f"saved {_describe(saved)}, expected {_describe_live(item)}")
+        kind = kind_of(item)
+        wanted = f"a {type(item).__name__}" if kind is PLAIN_KIND else f"a {kind.name} ({type(item).__name__})"
+        self.note("unfitting", path, reason or f"saved {_describe(saved)}, expected {wanted}")
         return keep(item)
 
     def note(self, kind: FaultKind, path: str, reason: str = "", valid: Iterable[str] = ()) -> None:
@@ -201,11 +200,8 @@ class Loading:
         done: list[_SelfLoad] = []
         errors: list[Exception] = []
         for load in self._self_loads:
-            before = _SelfLoad(
-                load.path,
-                load.item,
-                pack(load.item.state_dict(), special=_leave_out, tensor=lambda tensor: tensor.detach().clone()),
-            )
+            state = pack(load.item.state_dict(), special=_leave_out, tensor=lambda tensor: tensor.detach().clone())
+            before = load._replace(state=state)
             try:
                 load.item.load_state_dict(load.state)
                 done.append(before)
@@ -240,11 +236,6 @@ class Loading:
         )
 
 
-def _is_foreign_state(saved: object) -> bool:
-    """Return whether a saved value can only be the state of a module or of an optimizer, which nothing can be built from."""
-    return hasattr(saved, "_metadata") or (isinstance(saved, dict) and set(saved) == {"state", "param_groups"})
-
-
 def _leave_out(item: object, path: str) -> Saved:
     return tagged(NOT_STATE, None) if kind_of(item).saves_itself else NotImplemented
 
@@ -263,11 +254,6 @@ def _describe(saved: object) -> str:
         return f"a tensor of shape {tuple(saved.shape)}"
     text = repr(saved)
     return f"{type(saved).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
-
-
-def _describe_live(item: object) -> str:
-    kind = kind_of(item)
-    return f"a {type(item).__name__}" if kind is PLAIN_KIND else f"a {kind.name} ({type(item).__name__})"
 
 
 class Saving(Packer):

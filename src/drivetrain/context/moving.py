@@ -38,10 +38,6 @@ def _move(value: Any, device: Device, non_blocking: bool) -> object:
         return {key: _move(item, device, non_blocking) for key, item in value.items()}
     if kind in (str, int, float, bool, type(None)):
         return value
-    return _move_other(value, device, non_blocking)
-
-
-def _move_other(value: Any, device: Device, non_blocking: bool) -> object:
     if isinstance(value, Tensor | nn.Module):
         return value.to(device, non_blocking=non_blocking)
     if callable(getattr(value, "to", None)) and not isinstance(value, type):

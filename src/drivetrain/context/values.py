@@ -165,10 +165,10 @@ class GeneratorKind(Kind):
         if tag_of(saved) != coder.tag:
             return loading.unfit(path, item, saved)
         content = loading.unpack(saved["value"])
-        problem = _generator_problem(item, content)
-        if problem is not None:
-            return loading.unfit(path, item, saved, problem)
-
+        bits = getattr(item, "bit_generator", None)
+        if bits is not None and content["bit_generator"] != type(bits).__name__:
+            reason = f"saved from a {content['bit_generator']}, this one is a {type(bits).__name__}"
+            return loading.unfit(path, item, saved, reason)
         if coder.tag == "generator" and torch.device(content["device"]).type != item.device.type:
             return lambda: _start_again(item, content, path)
 
@@ -191,14 +191,6 @@ def _start_again(item: torch.Generator, content: StateDict, path: str) -> torch.
         stacklevel=5,
     )
     return item.manual_seed(content["seed"])
-
-
-def _generator_problem(item: object, content: StateDict) -> str | None:
-    """Return why a saved state cannot go into a live generator, or None."""
-    bits = getattr(item, "bit_generator", None)
-    if bits is not None and content["bit_generator"] != type(bits).__name__:
-        return f"saved from a {content['bit_generator']}, this one is a {type(bits).__name__}"
-    return None
 
 
 class OtherKind(Kind):

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from drivetrain.algorithms.utils.primitives import is_pil
 from drivetrain.context.state import State
+from drivetrain.core.containers import same_tuple
 from drivetrain.core.errors import ConfigError, ConfigTypeError
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.runtime.ranks import is_distributed
@@ -51,20 +52,15 @@ class TransformedDataset(Dataset[object]):
 
     def __getitem__(self, index: int) -> object:
         sample = self.dataset[index]
-        if isinstance(sample, tuple) and hasattr(sample, "_fields"):
-            return type(sample)(self.transform(sample[0]), *sample[1:])
         if isinstance(sample, list | tuple):
-            return type(sample)([self.transform(sample[0]), *sample[1:]])
+            items = [self.transform(sample[0]), *sample[1:]]
+            return same_tuple(sample, items) if isinstance(sample, tuple) else type(sample)(items)
         if isinstance(sample, Mapping):
-            name = next((name for name, value in sample.items() if _is_image(value)), None)
-            if name is None:
-                raise ConfigTypeError(f"{self.transform} found no image among {', '.join(map(str, sample))}.")
-            return {**sample, name: self.transform(sample[name])}
+            for name, value in sample.items():
+                if is_pil(value) or (isinstance(value, Tensor) and value.ndim == 3):
+                    return {**sample, name: self.transform(value)}
+            raise ConfigTypeError(f"{self.transform} found no image among {', '.join(map(str, sample))}.")
         return self.transform(sample)
-
-
-def _is_image(value: object) -> bool:
-    return is_pil(value) or (isinstance(value, Tensor) and value.ndim == 3)
 
 
 def with_transform(dataset: object, transform: Transform) -> object:
@@ -104,27 +100,6 @@ def _extended(old: Any, transform: Transform) -> Transform:
     return changed
 
 
-def change_dataset(loader: object, dataset: object, who: str) -> None:
-    """Let a loader read another dataset of the same length from its next iteration on; order, place and seed stay."""
-    loader = getattr(loader, "dl", loader)  # a limited loader is a slice of one
-    if isinstance(loader, SmartDataLoader):
-        if is_distributed():
-            loader.ddp()  # the seed that is carried over must be everyone's
-        place = loader.state_dict()
-        rebuild_in_place(loader, dataset=dataset)
-        loader.load_state_dict(place)
-    elif isinstance(loader, DataLoader):
-        vars(loader)["dataset"] = (
-            dataset  # torch guards the attribute, because a sampler may not fit; here the length stays
-        )
-        vars(loader)["_iterator"] = None
-    else:
-        raise ConfigError(
-            f"{who} changes the training data, but the loader is a {type(loader).__name__} whose dataset cannot be reached. Give train() a "
-            "dataset or a DataLoader."
-        )
-
-
 def rebuild_in_place(loader: SmartDataLoader[object], **changes: object) -> None:
     """Give a loader other arguments, as `rebuild` does, without those who hold it having to change theirs."""
     changed = loader.rebuild(**changes)
@@ -133,11 +108,26 @@ def rebuild_in_place(loader: SmartDataLoader[object], **changes: object) -> None
 
 
 def join_dataset(state: State, transform: Transform, who: str) -> None:
-    """Add a transform to the training data of a run, unless the loader kept it from an earlier one."""
-    loader = state.train_dataloader
-    dataset = getattr(getattr(loader, "dl", loader), "dataset", None)
-    if not _carries(dataset, transform):
-        change_dataset(loader, with_transform(dataset, transform), who)
+    """Add a transform to the training data of a run, unless the loader kept it from an earlier one; order, place and seed stay."""
+    loader = getattr(state.train_dataloader, "dl", state.train_dataloader)  # a limited loader is a slice of one
+    dataset = getattr(loader, "dataset", None)
+    if _carries(dataset, transform):
+        return
+    changed = with_transform(dataset, transform)
+    if isinstance(loader, SmartDataLoader):
+        if is_distributed():
+            loader.ddp()  # the seed that is carried over must be everyone's
+        place = loader.state_dict()
+        rebuild_in_place(loader, dataset=changed)
+        loader.load_state_dict(place)
+    elif isinstance(loader, DataLoader):
+        # Torch guards the attribute, because a sampler may not fit; here the length stays.
+        vars(loader).update(dataset=changed, _iterator=None)
+    else:
+        raise ConfigError(
+            f"{who} changes the training data, but the loader is a {type(loader).__name__} whose dataset cannot be reached. Give train() a "
+            "dataset or a DataLoader."
+        )
 
 
 def _carries(dataset: object, transform: Transform) -> bool:

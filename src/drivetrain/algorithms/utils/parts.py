@@ -6,7 +6,7 @@ the State's generators are the host's.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from torch import Tensor
 from drivetrain.core.containers import leaves
 from drivetrain.core.errors import ConfigTypeError
 from drivetrain.core.types import Batch
+
+T = TypeVar("T")
 
 
 def map_tensors(function: Callable[..., object], part: object, *others: Any) -> Batch:
@@ -39,11 +41,7 @@ def first_tensor(part: object, who: str) -> Tensor:
     return found
 
 
-@overload
-def take_rows(part: Tensor, index: Tensor) -> Tensor: ...
-@overload
-def take_rows(part: object, index: Tensor) -> object: ...
-def take_rows(part: object, index: Tensor) -> object:
+def take_rows(part: T, index: Tensor) -> T:
     """Return the rows that `index` names, of every tensor."""
     return map_tensors(lambda tensor: tensor.index_select(0, index.to(tensor.device)), part)
 
