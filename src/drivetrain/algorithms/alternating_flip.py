@@ -70,9 +70,8 @@ class AlternatingFlip(Algorithm):
             index = getattr(state.train_dataloader, "sample_index", None)
         if index is None:
             raise ConfigError(
-                "AlternatingFlip needs the sample indices of each batch, but the loader "
-                f"({type(state.train_dataloader).__name__}) does not provide them. Give train() a dataset with an "
-                f"index, or a SmartDataLoader."
+                f"AlternatingFlip needs the sample indices of each batch, but the loader ({type(state.train_dataloader).__name__}) does "
+                "not provide them. Give train() a dataset with an index, or a SmartDataLoader."
             )
         images = state.batch_get_item(self.input_key)
         first_tensor(images, str(self))

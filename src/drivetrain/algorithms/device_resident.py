@@ -4,14 +4,11 @@ import torch
 
 from drivetrain.context.state import State
 from drivetrain.core import Algorithm, ConfigError, Event, Logger
-from drivetrain.core.arguments import check_fractions
-from drivetrain.core.errors import unknown_name
+from drivetrain.core.arguments import check_choice, check_number
 from drivetrain.data.columns import make_resident
 from drivetrain.data.loader import SmartDataLoader
 
 _DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-_PER_SAMPLE = "augmentation of single samples needs them on the host. Remove one of them"
 
 
 class DeviceResidentData(Algorithm):
@@ -23,16 +20,14 @@ class DeviceResidentData(Algorithm):
     allow_multiple = False
     events = frozenset({Event.FIT_START})
     reads, writes = ("dataloader",), ("dataloader",)
-    conflicts = dict.fromkeys(("RandAugment", "AugMix"), _PER_SAMPLE)
+    conflicts = dict.fromkeys(
+        ("RandAugment", "AugMix"), "augmentation of single samples needs them on the host. Remove one of them"
+    )
 
     def __init__(self, max_fraction: float = 0.5, dtype: str = "keep"):
-        check_fractions("DeviceResidentData", max_fraction=max_fraction)
-        if max_fraction == 0:
-            raise ConfigError(
-                "DeviceResidentData(max_fraction=0): nothing would fit. Expected a number above 0, at most 1."
-            )
-        if dtype not in _DTYPES:
-            raise ConfigError(unknown_name("dtype", dtype, _DTYPES, where="DeviceResidentData"))
+        hint = ", so that something fits"
+        check_number("max_fraction", max_fraction, above=0, at_most=1, owner="DeviceResidentData", hint=hint)
+        check_choice("dtype", dtype, _DTYPES, owner="DeviceResidentData")
         self.max_fraction, self.dtype = max_fraction, dtype
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

@@ -88,7 +88,7 @@ class FastDefaults(Algorithm):
             )
             return
         state.loss_fn = FusedCrossEntropy(state.loss_fn, head)
-        head.forward = partial(_pass_through, head)  # type: ignore[assignment]
+        head.forward = partial(_pass_through, head)  # type: ignore[method-assign]
         self.changes.append("cross-entropy fused with the last linear layer")
 
     def close(self, state: State, logger: Logger) -> None:

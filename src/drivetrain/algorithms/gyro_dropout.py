@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, model_of, warn_no_effect
+from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, warn_no_effect
 from drivetrain.algorithms.utils.run import num_batches
 from drivetrain.context.state import State
 from drivetrain.core import ConfigError, Event, Logger
@@ -111,15 +111,12 @@ def apply_gyro_dropout(
 ) -> None:
     """Replace the dropout layers of a model; the run has `iters_per_epoch * max_epoch` steps."""
     check_gyro("apply_gyro_dropout", p, sigma, tau)
-    replaced = replace_module_classes(
-        model,
-        {nn.Dropout: lambda module, index: GyroDropoutLayer(iters_per_epoch, max_epoch, p, sigma, tau)},
-        optimizers,
-    )
+    make = lambda module, index: GyroDropoutLayer(iters_per_epoch, max_epoch, p, sigma, tau)
+    replace_module_classes(model, {nn.Dropout: make}, optimizers)
     layers = [module for module in model.modules() if isinstance(module, GyroDropoutLayer)]
     for layer in layers:
         layer.total_iterations = iters_per_epoch * max_epoch
-    if not replaced and not layers:
+    if not layers:
         warn_no_effect(f"GyroDropout found no Dropout in {type(model).__name__}.")
 
 
@@ -136,22 +133,23 @@ class GyroDropout(ModelSurgery):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.INIT:
-            return super().apply(event, state, logger)
-        if event is Event.BATCH_START:
+            super().apply(event, state, logger)
+        elif event is Event.BATCH_START:
             for layer in self._layers:
                 layer.choose(state.clock.batch)
-            return None
+        else:
+            self._begin(state)
+
+    def _begin(self, state: State) -> None:
         total = num_batches(state)
         if total is None:
             raise ConfigError(
                 f"GyroDropout spreads its masks over the run and cannot count the batches of max_duration={state.max_duration}: give it in "
                 "batches, or in epochs of a loader with a length."
             )
-        model = model_of(state, str(self))
-        self._layers = [module for module in model.modules() if isinstance(module, GyroDropoutLayer)]
+        self._layers = [module for module in state.model.modules() if isinstance(module, GyroDropoutLayer)]
         for layer in self._layers:
             layer.total_iterations, layer.counts_passes = total, False
-        return None
 
     def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
         apply_gyro_dropout(model, 0, 0, self.p, self.sigma, self.tau, optimizers)

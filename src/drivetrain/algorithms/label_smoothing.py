@@ -27,7 +27,7 @@ def smooth_labels(logits: Tensor, target: Tensor, smoothing: float = 0.1) -> Ten
 
 
 class LabelSmoothing(Algorithm):
-    """Smooths the targets for the loss and puts the true ones back afterwards."""
+    """Smooths the targets for the loss and restores the true ones afterwards."""
 
     allow_multiple = False
     events = frozenset({Event.BEFORE_LOSS, Event.AFTER_LOSS})

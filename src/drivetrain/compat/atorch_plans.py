@@ -12,8 +12,7 @@ import torch
 
 from drivetrain.core.errors import StrategyFormatError
 
-_BUILTINS: dict[str, type] = {"list": list, "dict": dict, "tuple": tuple, "set": set, "frozenset": frozenset}
-_BUILTINS |= {"int": int, "float": float, "str": str, "bool": bool, "bytes": bytes}
+_BUILTINS = {cls.__name__: cls for cls in (list, dict, tuple, set, frozenset, int, float, str, bool, bytes)}
 
 
 class _Inert(str):
@@ -46,9 +45,9 @@ def read_legacy_pickle(data: bytes) -> list[object]:
     """Return the list of methods in a pickled plan."""
     try:
         value = _PlanUnpickler(io.BytesIO(data)).load()
+    except StrategyFormatError:
+        raise
     except (pickle.UnpicklingError, TypeError, AttributeError, EOFError, ValueError) as error:
-        if isinstance(error, StrategyFormatError):
-            raise
         raise StrategyFormatError(f"the pickle cannot be read as a plan: {error}.") from error
     if isinstance(value, _LegacyStrategy):
         value = value.opt_list

@@ -212,10 +212,8 @@ class InMemoryLogger(LoggerDestination):
         self.hyperparameters.update(hyperparameters)
 
 
-# ---------------------------------------------------------------------- passes: an event's algorithms, arranged by name
-#
-# The engine needs none of them: it sorts by what plugins declare. A pass takes `(algorithms, event)` and returns the algorithms as they
-# shall run; it has the last word, on the list the engine has sorted.
+# Passes: an event's algorithms, arranged by name. The engine needs none of them: it sorts by what plugins declare. A pass takes
+# `(algorithms, event)` and returns the algorithms in the order in which they run, from the list that the engine has sorted.
 
 T = TypeVar("T")
 
@@ -257,7 +255,7 @@ def warn_if_multiple_loss_interpolation(algorithms: Sequence[T], event: Event) -
     return list(algorithms)
 
 
-# ---------------------------------------------------------------------- ALiBi for GPT-2 layers with attention in a method of their own
+# ALiBi for GPT-2 layers with attention in a method of their own.
 
 
 def _attn(

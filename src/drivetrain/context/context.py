@@ -211,8 +211,19 @@ class Context(ItemHolder):
         return self._distribute("fsdp", Shard(mesh, fully_shard_kwargs))
 
     def autotransform(self) -> Self:
-        """Do what the run requests: restore, move to its device, distribute, then restore random states."""
-        follow_run(self)
+        """Do what the run requests: restore, move to its device, distribute, then restore random states.
+
+        Outside a run the device is chosen, and the launcher's world is joined.
+        """
+        run = current_run()
+        device = wanted_device(run)
+        join_launched_world(device)
+        random_states = None if run is None else _restore(self, run)
+        self.to(device)
+        if is_distributed() or (run is not None and run.params.get("distributed")):
+            self.ddp()
+        if random_states is not None:
+            restore_rng(random_states)
         return self
 
     def state_dict(self, *, full: bool = False) -> StateDict:
@@ -312,19 +323,6 @@ class Restorer(Protocol):
         """Load the Context and return what `capture_rng` had returned, or None to leave random states alone."""
 
 
-def follow_run(context: "Context") -> None:
-    """Move a Context to the device of the current run; outside a run its device is chosen, and the launcher's world is joined."""
-    run = current_run()
-    device = wanted_device(run)
-    join_launched_world(device)
-    random_states = None if run is None else _restore(context, run)
-    context.to(device)
-    if is_distributed() or (run is not None and run.params.get("distributed")):
-        context.ddp()
-    if random_states is not None:
-        restore_rng(random_states)
-
-
 def _restore(context: "Context", run: ExperimentRun) -> Mapping[str, object] | None:
     restorer: Restorer | None = getattr(run, "restore", None)
     if restorer is None:
@@ -335,17 +333,14 @@ def _restore(context: "Context", run: ExperimentRun) -> Mapping[str, object] | N
             )
         return None
     if run.params.get("resume", "never") not in ("never", None):
-        check_exact(context)
+        _check_exact(context)
     return restorer(context)
 
 
-def check_exact(context: "Context") -> None:
+def _check_exact(context: "Context") -> None:
     """Reject a resume of a Context with a loader without state, whose position in the data is not known."""
-    lost = [
-        path
-        for path, kind, item in walk(context)
-        if kind is OTHER_KIND and isinstance(item, torch.utils.data.DataLoader)
-    ]
+    unknown = [(path, item) for path, kind, item in walk(context) if kind is OTHER_KIND]
+    lost = [path for path, item in unknown if isinstance(item, torch.utils.data.DataLoader)]
     if lost:
         raise ResumeError(
             f"{', '.join(lost)}: a loader without state cannot continue at the sample where the run stopped. Use "

@@ -21,16 +21,10 @@ from drivetrain.context.values import ask
 from drivetrain.core.containers import join_path
 from drivetrain.core.errors import DeviceError, DistributedError
 from drivetrain.core.types import Item, Saved
+from drivetrain.module import wrapping
 from drivetrain.module.ddp import wrap_ddp
 from drivetrain.module.sharding import shard_fully
-from drivetrain.module.wrapping import (
-    clean_state_dict,
-    is_fully_sharded,
-    load_clean_state_dict,
-    state_faults,
-    unwrap,
-    wrapping_of,
-)
+from drivetrain.module.wrapping import is_fully_sharded, unwrap
 from drivetrain.runtime.codec import with_metadata
 from drivetrain.runtime.coders import NOT_STATE, tag_of
 
@@ -58,7 +52,7 @@ class ModuleKind(Kind):
         return type(unwrap(item)).__name__
 
     def wrapper(self, item: nn.Module) -> str | None:
-        return "DDP" if isinstance(item, DistributedDataParallel) else wrapping_of(item)
+        return "DDP" if isinstance(item, DistributedDataParallel) else wrapping.wrapping_of(item)
 
     def saved_as(self, item: nn.Module) -> str:
         count = len(item.state_dict(keep_vars=True))
@@ -105,15 +99,15 @@ class ModuleKind(Kind):
         return shell
 
     def save(self, item: nn.Module, saving: "Saving", path: str) -> Saved:
-        return saving.pack(clean_state_dict(item), path)
+        return saving.pack(wrapping.clean_state_dict(item), path)
 
     def fit(self, item: nn.Module, saved: Saved, loading: "Loading", path: str) -> Restore:
         if not isinstance(saved, Mapping) or tag_of(saved) is not None:
             return loading.unfit(path, item, saved, "expected the state of a module")
         state = with_metadata(loading.unpack(saved), saved)
-        for fault, name, reason in state_faults(item, state):
+        for fault, name, reason in wrapping.state_faults(item, state):
             loading.note(fault, join_path(path, name), reason)
-        loading.modules.append(lambda: load_clean_state_dict(item, state, strict=loading.strict))
+        loading.modules.append(lambda: wrapping.load_clean_state_dict(item, state, strict=loading.strict))
         return keep(item)
 
 

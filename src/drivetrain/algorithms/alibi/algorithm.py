@@ -22,16 +22,8 @@ from drivetrain.core.arguments import check_counts, check_number
 from drivetrain.core.containers import is_namedtuple, same_tuple
 from drivetrain.core.errors import unknown_name
 from drivetrain.core.types import Batch
-from drivetrain.module.attention import (
-    ATTRIBUTE,
-    AttentionAdapter,
-    AttentionBias,
-    find_attention,
-    intercept_attention_calls,
-    leave_fast_path,
-    registered_attention,
-    unused_biases,
-)
+from drivetrain.module import attention
+from drivetrain.module.attention import ATTRIBUTE, AttentionAdapter, AttentionBias, find_attention, registered_attention
 from drivetrain.module.surgery import replace_module_classes, update_params_in_optimizer
 from drivetrain.module.wrapping import written_class
 
@@ -155,7 +147,7 @@ def apply_alibi(
             adapter.inject(layer, bias)
         if mask_replacement_function is not None:
             mask_replacement_function(layer, max_sequence_length)
-    leave_fast_path(model)
+    attention.leave_fast_path(model)
     known = ((module, _TABLES.get(written_class(module).__name__)) for module in model.modules())
     tables = [(module, name) for module, name in known if name is not None]
     if position_embedding_attribute is not None:
@@ -177,7 +169,7 @@ def _layers_of(
         )
     own = AttentionAdapter(
         heads=lambda _: heads or 0, causal=lambda layer: bool(getattr(layer, "is_causal", True)),
-        inject=intercept_attention_calls,
+        inject=attention.intercept_attention_calls,
     )  # fmt: skip
     return [(name, layer, adapters.get(layer, own)) for name, layer in found]
 
@@ -220,7 +212,7 @@ class _FirstPass:
 
 
 def _check_all_used(model: nn.Module) -> None:
-    unused = unused_biases(model)
+    unused = attention.unused_biases(model)
     if unused:
         raise RuntimeError(
             f"Alibi: the attention layers {', '.join(unused)} did not use their bias in a forward pass. Their adapter does not match how "

@@ -43,7 +43,8 @@ def first_tensor(part: object, who: str) -> Tensor:
 
 def take_rows(part: T, index: Tensor) -> T:
     """Return the rows that `index` names, of every tensor."""
-    return map_tensors(lambda tensor: tensor.index_select(0, index.to(tensor.device)), part)
+    taken: Any = map_tensors(lambda tensor: tensor.index_select(0, index.to(tensor.device)), part)
+    return taken
 
 
 def check_images(x: object, who: str) -> None:

@@ -108,11 +108,9 @@ def run_and_forget(state: State, batch: object) -> None:
             torch.autograd.grad(torch.stack(ends).sum(), parameters, allow_unused=True)
 
 
-# ---------------------------------------------------------------------- running statistics of batch norms
-#
-# An average of weights has activations that no training batch has seen. Its batch norms get the statistics of a pass over training data: of
-# this rank's share, then averaged over ranks. The pass reads through a loader of its own and leaves generators, modes and the place in
-# the data as they were.
+# Running statistics of batch norms. An average of weights has activations that no training batch has seen. Its batch norms get the
+# statistics of a pass over training data: of this rank's share, then averaged over ranks. The pass reads through a loader of its own and
+# leaves generators, modes and the place in the data as they were.
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:
