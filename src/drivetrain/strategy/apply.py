@@ -1,17 +1,14 @@
 """Apply a plan to a Context: one pass over its methods in their fixed order, with the mesh, the wrapping, the move to the device
-and the optimizer in between.
+and the optimizer in between. The Context may belong to a hand-written loop, to `auto_accelerate`, or be the Trainer's State.
 
-The Context may belong to a hand-written loop, be the Trainer's State, or be the one that `auto_accelerate` returns. Model,
-optimizer and loss are changed in it, and nothing is copied back.
-
-The whole plan is checked before anything changes. If a step still fails, the model is restored and the error is raised again: a
-model is never left half-applied. Parameter names and state-dict keys of the user's module do not change. DDP is the only outer
-wrapper.
+The whole plan is checked before anything changes. If a step still fails, the model is restored and the error is raised again. Parameter
+names and state-dict keys of the user's module do not change. DDP is the only outer wrapper.
 """
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -49,12 +46,22 @@ LossFunc = Callable[[Any, Any], Any]
 PrepareInput = Callable[[Any, torch.device], Any]
 
 
+@dataclass(eq=False)
 class Application:
     """A plan that is being applied to a Context: what methods may read, and what they request from the training loop.
 
     `model` and `optimizer` are those of the Context; to set them is to change the Context.
     """
 
+    context: Context
+    plan: ResolvedPlan
+    recipe: OptimizerRecipe | None = None
+    own_loss_func: LossFunc | None = None
+    """The loss function, unless the Context is a State, which has one."""
+    prepare_input: PrepareInput | None = None
+    sample: Callable[[nn.Module], Any] | None = None
+    """Runs a model on a few samples and returns its outputs; None without data."""
+    _: KW_ONLY
     mesh: Any = None
     """torch's DeviceMesh; None on one process."""
     whole: nn.Module | None = None
@@ -63,38 +70,24 @@ class Application:
     """The type of forward and loss; sharding uses it in its own policy."""
     scaler_dtype: torch.dtype | None = None
     """The type of the gradients, if it decides whether they must be scaled."""
-    skip_nonfinite = False
+    skip_nonfinite: bool = False
     count_items: Callable[[Any], Count] | None = None
     """Counts what the loss of prepared input is a mean over; None: by `items`, else by samples."""
     items: LossItems = UNKNOWN
     """What the loss is a mean over, if it was found."""
-    outputs_are_read = False
+    outputs_are_read: bool = False
     """Whether anything but the loss reads the outputs of a model that trains, so that they must not be split."""
-    output_position = 1
+    output_position: int = 1
     """Which argument of the loss is the model's output: `(input, output)` here, `(output, target)` in the Trainer."""
-    stepping: "Stepping"
+    stepping: "Stepping" = field(init=False)
     """The accumulation window of a hand-written loop; the Trainer has its own."""
-
-    def __init__(
-        self,
-        context: Context,
-        plan: ResolvedPlan,
-        recipe: OptimizerRecipe | None = None,
-        loss_func: LossFunc | None = None,
-        prepare_input: PrepareInput | None = None,
-        sample: Callable[[nn.Module], Any] | None = None,
-    ):
-        self.context, self.plan, self.recipe = context, plan, recipe
-        self._loss_func, self.prepare_input = loss_func, prepare_input
-        self.sample = sample
-        """Runs a model on a few samples and returns its outputs; None without data."""
-        self.notes: list[str] = []
-        """Notes of the methods from when they were applied."""
-        self.ddp_settings: Settings = {}
-        self.input_changes: list[Callable[[Tensor], Tensor]] = []
-        self.loss_changes: list[Callable[[LossFunc], LossFunc]] = []
-        self.recipe_changes: list[Callable[[OptimizerRecipe], None]] = []
-        """What is done to the recipe after the methods of the optimizer's own stage."""
+    notes: list[str] = field(default_factory=list)
+    """Notes of the methods from when they were applied."""
+    ddp_settings: Settings = field(default_factory=dict)
+    input_changes: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
+    loss_changes: list[Callable[[LossFunc], LossFunc]] = field(default_factory=list)
+    recipe_changes: list[Callable[[OptimizerRecipe], None]] = field(default_factory=list)
+    """What is done to the recipe after the methods of the optimizer's own stage."""
 
     @property
     def device(self) -> torch.device:
@@ -127,11 +120,11 @@ class Application:
     @property
     def loss_func(self) -> LossFunc | None:
         """The loss function. Setting it changes the Context if that has one."""
-        return self.context.loss_fn if isinstance(self.context, State) else self._loss_func
+        return self.context.loss_fn if isinstance(self.context, State) else self.own_loss_func
 
     @loss_func.setter
     def loss_func(self, loss_func: LossFunc) -> None:
-        self._loss_func = loss_func
+        self.own_loss_func = loss_func
         if isinstance(self.context, State):
             self.context.loss_fn = loss_func
         elif hasattr(self.context, "loss_func"):
@@ -345,20 +338,17 @@ def apply_to_called_model(app: Application) -> Application:
     """Apply a plan to a model that the loop calls with the loader's batches. The model converts its inputs itself."""
     shape(app)
     if app.input_changes:
-        unwrap(app.model).register_forward_pre_hook(ChangeInputs(app.input_changes), with_kwargs=True)
+        unwrap(app.model).register_forward_pre_hook(partial(_change_inputs, app.input_changes), with_kwargs=True)
     if is_fully_sharded(app.model):
         app.model.register_forward_hook(_reshard)
     return app
 
 
-class ChangeInputs:
-    """Converts the tensors that a model is called with."""
-
-    def __init__(self, changes: Sequence[Callable[[Tensor], Tensor]]):
-        self.changes = changes
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Settings) -> tuple[tuple[Any, ...], Settings]:
-        return change_tensors(args, self.changes), change_tensors(kwargs, self.changes)
+def _change_inputs(
+    changes: Sequence[Callable[[Tensor], Tensor]], module: nn.Module, args: object, kwargs: object
+) -> tuple[Any, Any]:
+    """Convert the tensors that a model is called with."""
+    return change_tensors(args, changes), change_tensors(kwargs, changes)
 
 
 def _reshard(model: nn.Module, args: object, outputs: object) -> None:
@@ -388,7 +378,7 @@ def apply_to_context(plan: "Strategy", context: Context) -> Context:
             plan_batch(size, resolved.data_ranks, *resolved.batch_split)
         elif resolved.batch_split != (None, None):
             raise ConfigError(f"{resolved.splitter} needs a loader created with global_batch_size=.")
-    app = Application(context, resolved, loss_func=getattr(context, "loss_func", None))
+    app = Application(context, resolved, own_loss_func=getattr(context, "loss_func", None))
     app.recipe = None if app.optimizer is None else recipe_of(app.optimizer, model)
     finish(apply_to_called_model(app), loader)
     if app.loss_func is not None:

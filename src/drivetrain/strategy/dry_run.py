@@ -1,13 +1,10 @@
 """Try a given plan before it changes the model: the numbers agree and are finite, and nothing raises.
 
-A copy takes one step on a few samples, first as the plain model and then with the plan. The loss, and the gradient and the update
-of each parameter, must agree as closely as the plan's methods promise. Then it takes one step in training mode. All ranks get the
-results of all ranks, and random states are restored. A model on the meta device, or one that does not fit without the plan, is
-represented by a smaller one of the same classes (`plan_check`).
+A copy, or a smaller model of the same classes, takes one step as the plain model, one with the plan, and one in training mode
+(`plan_check`). All ranks get the results of all ranks, and random states are restored.
 
-On one process this happens in the process itself, which is quick, and running out of device memory is caught. On several
-processes `verify_plan` starts separate processes, one for each rank, so that a rank that dies or hangs costs the plan and not the
-job. Only a task that cannot be sent to another process is tried in the ranks themselves.
+On one process this happens in the process itself, which is quick. On several, `verify_plan` starts separate processes, one for each
+rank, so that a rank that dies or hangs costs the plan and not the job, unless the task cannot be sent to another process.
 """
 
 import copy

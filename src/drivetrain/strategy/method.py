@@ -1,9 +1,7 @@
-"""What an optimization method is: a name, a configuration, a stage, one transform of a Context, and everything else that is known
-about it.
+"""What an optimization method is: a name, a configuration, a stage, one transform of a Context, and all else that is known about it.
 
-`parse` turns what a user or a file wrote into the method's frozen `Config`. `check` rejects what cannot work, before anything
-changes. `apply` changes the Context. A configuration holds only plain hashable values, so a plan can be compared, hashed and
-written as JSON.
+`parse` turns what a user or a file wrote into the method's frozen `Config`, which holds only plain hashable values, so that a plan can be
+compared, hashed and written as JSON. `check` rejects what cannot work, before anything changes. `apply` changes the Context.
 
 Search, trials and simulation know no method by name. They ask each method for its options, for the combinations it fits into, for
 its effect on memory and time, and for what a simulation or a trial must know about it.

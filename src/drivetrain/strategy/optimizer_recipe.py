@@ -8,6 +8,7 @@ It is made last, from the final parameters. Methods change the recipe and not th
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -66,33 +67,22 @@ def recipe_of(optimizer: Optimizer, model: nn.Module) -> OptimizerRecipe:
         raise ConfigError(
             f"the optimizer holds {len(missing)} parameters that are not in the model. Apply a plan to one model and its optimizer."
         )
-    layout = []
-    for group in (
-        optimizer.param_groups
-    ):  # only what it has of its own: the rest comes from the settings, which methods may change
-        usual = {
-            "params",
-            "param_names",
-            *(key for key, value in optimizer.defaults.items() if group.get(key) is value),
-        }
+    layout, defaults = [], optimizer.defaults
+    for group in optimizer.param_groups:
+        # Only what a group has of its own: the rest comes from the settings, which methods may change.
+        usual = {"params", "param_names", *(key for key in defaults if group.get(key) is defaults[key])}
         own = {key: value for key, value in group.items() if key not in usual}
-        layout.append((tuple(by_id[id(p)] for p in group["params"]), own))
+        layout.append(([by_id[id(p)] for p in group["params"]], own))
     accepted = inspect.signature(type(optimizer).__init__).parameters
     settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     return OptimizerRecipe(
-        build=type(optimizer), settings=settings, groups=NamedGroups(tuple(layout)), existing=optimizer, names=names
+        build=type(optimizer), settings=settings, groups=partial(_named_groups, layout), existing=optimizer, names=names
     )
 
 
-@dataclass(frozen=True)
-class NamedGroups:
-    """The parameter groups of an optimizer for any model of the same structure: parameters by name, and the settings of each group."""
-
-    layout: tuple[tuple[tuple[str, ...], Settings], ...]
-
-    def __call__(self, model: nn.Module) -> list[Settings]:
-        parameters = dict(named_clean_parameters(model))
-        return [  # a stage of a pipeline has only some of them
-            {**settings, "params": [parameters[name] for name in held if name in parameters]}
-            for held, settings in self.layout
-        ]
+def _named_groups(layout: list[tuple[list[str], Settings]], model: nn.Module) -> list[Settings]:
+    """Return parameter groups for any model of the same structure, from the names of the parameters and the settings of each group."""
+    parameters = dict(named_clean_parameters(model))
+    return [  # a stage of a pipeline has only some of them
+        {**settings, "params": [parameters[name] for name in held if name in parameters]} for held, settings in layout
+    ]

@@ -3,9 +3,9 @@
 Each rank of a pipeline saves its own stages, which is enough to resume on the same mesh. For any other mesh the stages are joined
 on rank 0 under the user's own names, and each rank takes its part when it loads such a state.
 
-With a tensor axis, `fully_shard` splits a parameter that the tensor plan does not split over the data ranks alone. Every tensor
-rank then has a complete set of shards on its own mesh, which a checkpoint would see as different tensors with one name. So they
-are saved as shards with copies on one mesh of all ranks, and converted back when a state is loaded. Nothing is communicated.
+With a tensor axis, `fully_shard` splits a parameter that the tensor plan does not split over the data ranks alone: every tensor rank has
+all of its shards, which a checkpoint would see as different tensors with one name. So they are saved as shards with copies on one mesh
+of all ranks, and converted back when a state is loaded. Nothing is communicated.
 """
 
 from collections.abc import Mapping

@@ -4,10 +4,12 @@ Lists, files and searches all look methods up here, so a registered method can b
 """
 
 from collections.abc import Iterable
+from importlib import import_module
 from typing import TypeVar
 
 from drivetrain.core.errors import ConfigError, ConfigTypeError, UnknownMethodError, unknown_name
 from drivetrain.strategy.method import Method
+from drivetrain.strategy.methods import ROWS
 
 M = TypeVar("M", bound="Method | type[Method]")
 
@@ -81,7 +83,5 @@ def expand_names(names: Iterable[object]) -> set[str]:
 
 def _load_built_in() -> None:
     if not _methods:
-        from drivetrain.strategy.methods import built_in_methods
-
-        for method in built_in_methods():
-            _add(method)
+        for file, cls in ROWS:
+            _add(getattr(import_module(f"drivetrain.strategy.methods.{file}"), cls)())

@@ -1,10 +1,7 @@
-"""Record a model's structure and the settings of the process, to restore both when a plan fails halfway.
+"""Record a model's structure and the settings of the process, to restore both when a plan fails halfway or has been tried.
 
 Nothing of the model is copied: classes, dictionaries and the storage of each parameter are kept by reference, and a plan replaces
 them instead of writing into them. The only exception is the broadcast of rank 0's values; it comes after all checks.
-
-Settings of the whole process change what a step computes or costs. A trial runs under the caller's settings, and the changes of a
-plan are undone before the next plan is tried in the same process.
 
 A model on the meta device has nothing to record: here it gets memory and its first values.
 """

@@ -1,11 +1,8 @@
-"""Connects loader, loss and optimizer of a hand-written loop, so that its five lines are correct for any plan.
+"""Connects loader, loss and optimizer of a hand-written loop to the `Stepper`, so that its five lines are correct for any plan.
 
 The loader opens and closes accumulation windows and decides when gradients synchronise. The loss keeps its value, while its
-gradient is weighted by its share of the window (and by the float16 scale). The optimizer steps when a window closes. All of that
-is in the `Stepper` (`drivetrain.module.stepper`); this file connects it to the three objects of the loop.
-
-If the loader knows how many samples a window will have, gradients are complete after the last backward, so that clipping between
-backward and step sees the final gradients.
+gradient is weighted by its share of the window (and by the float16 scale). The optimizer steps when a window closes. If the loader knows
+how many samples a window will have, gradients are complete after the last backward, so that clipping sees the final gradients.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

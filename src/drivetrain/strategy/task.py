@@ -109,10 +109,12 @@ class TrainingTask:
         run = None if self.samples is None else self.run_samples
         context = Context(model=model, optimizer=None, loader=None, lr_scheduler=None, scaler=None)
         context._device = resolved.site.device
-        ctx = Application(context, resolved, self.recipe(), self.loss_func, self.prepare_input, run)
+        ctx = Application(
+            context, resolved, self.recipe(), self.loss_func, self.prepare_input, run,
+            count_items=self.count_items, items=self.items,
+        )  # fmt: skip
         if self.find_unused_parameters:
             ctx.ddp_settings["find_unused_parameters"] = True
-        ctx.count_items, ctx.items = self.count_items, self.items
         shape(ctx)
         finish(ctx, None if make_loader is None else make_loader(ctx), batch)
         return ctx

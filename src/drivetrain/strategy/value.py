@@ -55,17 +55,17 @@ class Strategy:
 
     Args:
         opt_list: names of methods, or pairs of a name and its configuration.
-        mesh: the axes and sizes of the processes.
+        mesh: pairs of axis and size, outermost first; None before the plan is applied.
         batch: how the global batch is split.
         predicted: memory and time as predicted.
         measured: memory and time as measured.
         evidence: where those numbers come from.
         reasons: why each method was chosen.
         rejected: plans that were compared.
-        dropped: methods that were left out, and why.
+        dropped: methods that were requested but not used, each with the reason.
         fingerprint: the model and machine that the plan was made for.
         failure: why it cannot be used.
-        search: the record of the search.
+        search: how the plan was found: counts, times, every trial, and points for `picture`.
 
     >>> plan = Strategy(["parallel_mode", ("amp_native", "bf16")])
     >>> plan.opt_names(), len(plan)
@@ -77,7 +77,6 @@ class Strategy:
     opt_list: Any = None
     _: KW_ONLY
     mesh: Any = None
-    """Pairs of axis and size, outermost first; None before the plan has met a world."""
     batch: BatchSplit | None = None
     predicted: Mapping[str, Any] | None = None
     measured: Mapping[str, Any] | None = None
@@ -85,11 +84,9 @@ class Strategy:
     reasons: tuple[str, ...] = ()
     rejected: tuple[str, ...] = ()
     dropped: tuple[tuple[str, str], ...] = ()
-    """Methods that were requested but not used, each with the reason."""
     fingerprint: Mapping[str, Any] | None = None
     failure: Failure | None = None
     search: Mapping[str, Any] | None = None
-    """How the plan was found: counts, times, every trial, and points for `picture`."""
 
     def __post_init__(self) -> None:
         if self.evidence not in EVIDENCE:

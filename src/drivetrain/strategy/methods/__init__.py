@@ -1,9 +1,5 @@
 """The optimization methods that come with Drivetrain: listed here with their files."""
 
-from importlib import import_module
-
-from drivetrain.strategy.method import Method
-
 ROWS = (
     ("parallel_mode", "ParallelMode"),
     ("parallel_mode", "AutoDdp"),
@@ -30,8 +26,3 @@ ROWS = (
     ("module_replace", "ModuleReplace"),
 )
 """The file and the class of each, in the order in which a search combines them: `Method.fits` sees the methods of earlier rows first."""
-
-
-def built_in_methods() -> list[Method]:
-    """Return one instance of every built-in method."""
-    return [getattr(import_module(f"drivetrain.strategy.methods.{file}"), cls)() for file, cls in ROWS]

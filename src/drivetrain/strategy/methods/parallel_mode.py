@@ -77,29 +77,22 @@ class ParallelMode(Method):
         return super().parse(config)
 
     def read(self, values: Settings) -> Settings:
-        if "axes" in values:
-            values["axes"] = self._read_axes(values["axes"] or ())
-        order = values.get("rank_order")
-        if order is not None and (
-            not isinstance(order, tuple) or sorted(map(str, order)) != sorted(map(str, range(len(order))))
-        ):
+        order, pairs = values.get("rank_order"), values.get("axes") or ()
+        if order is not None and (not isinstance(order, tuple) or set(order) != set(range(len(order)))):
             raise self.bad("rank_order", order, "every rank from 0, once")
-        return values
-
-    def _read_axes(self, pairs: Any) -> Axes:
         if not _is_axes(pairs) and pairs != ():
             raise self.bad("axes", pairs, "pairs of axis and size, such as [('tensor', 2), ('data', 4)]")
-        axes: list[tuple[str, int]] = []
+        axes: dict[str, int] = {}
         for axis, size in pairs:
             name = AXIS_ALIASES.get(axis, axis)
             if name not in AXES:
                 raise MethodConfigError(unknown_name("axis", axis, [*AXES, *AXIS_ALIASES], where="parallel_mode"))
             if not is_whole(size):
                 raise self.bad(axis, size, "a whole number of at least 1")
-            if name in dict(axes):
+            if name in axes:
                 raise self.bad("axes", pairs, f"each axis once; {name!r} is listed twice")
-            axes.append((name, size))
-        return tuple(axes)
+            axes[name] = size
+        return {**values, "axes": tuple(axes.items())}
 
     def check(self, config: ParallelModeConfig, site: Site) -> None:
         if config.rank_order is not None and len(config.rank_order) != site.world:

@@ -259,19 +259,14 @@ class Half(SixteenBits):
             return
         originals = {name: p.data for name, p in ctx.model.named_parameters() if p.is_floating_point()}
         ctx.model.to(dtype=dtype)
-        ctx.input_changes.append(CastFloats(dtype))
+        ctx.input_changes.append(partial(cast_floats, dtype))
         if config.master_weights:
             ctx.recipe_changes.append(lambda recipe: recipe.wrap(partial(_train_copies, ctx, originals)))
 
 
-class CastFloats:
-    """Casts floating-point inputs."""
-
-    def __init__(self, dtype: torch.dtype):
-        self.dtype = dtype
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+def cast_floats(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """Return a floating-point input in another type."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _train_copies(

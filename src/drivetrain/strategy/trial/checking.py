@@ -1,9 +1,7 @@
-"""Check that a plan computes the same: the loss of a few samples, and the gradient and update of each parameter, with and without
-the plan.
+"""Check that a plan computes the same: the loss of a few samples, and the gradient and update of each parameter.
 
-A plan may round differently, as far as its methods allow, but must not compute something else. Ranks and micro-batches get
-different samples, split as the plan splits them, and the plain model gets all of them at once. Trials and the dry run of a plan
-use the same comparison.
+A plan may round differently, as far as its methods allow. Ranks and micro-batches get different samples, split as the plan splits them,
+and the plain model gets all of them at once.
 
 Models are compared in evaluation mode. A model that does not support this (cuDNN computes no gradients of recurrent layers then,
 detectors return no losses) is compared in training mode, without dropout and with the running statistics of batch norms. Both

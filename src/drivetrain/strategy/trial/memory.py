@@ -1,9 +1,8 @@
 """How much memory a trial uses, and whether the system killed its process because memory ran out.
 
-On a device the allocator reports it; on the CPU it is the growth of the process. The system kills processes with SIGKILL, which
-others may send too. Linux counts such kills by control group, where the count belongs to this process. If no group can be read,
-there is one count for the whole machine, which also rises when another process is killed; then only a process that held much of
-the memory counts.
+On a device the allocator reports it; on the CPU it is the growth of the process. The system kills with SIGKILL, which others may send
+too. Linux counts its own kills by control group. If no group can be read, there is one count for the whole machine, which also rises
+when another process is killed; then only a process that held much of the memory counts.
 """
 
 import sys

@@ -1,9 +1,8 @@
 """The gradient and the update of each parameter in a step, in a form that is small enough to keep and send.
 
-A global norm hides a lost embedding or a frozen layer, so a plan is compared with the plain model parameter by parameter. Full
-gradients would need the memory of the model again. A sketch of 64 signed sums gives the norm of a difference to about a tenth
-(the count sketch of Charikar et al., 2002). Sketches are linear, so the norm of the difference of two sketches estimates that of
-the two gradients.
+A global norm hides a lost embedding or a frozen layer, and full gradients would need the memory of the model again. A sketch of 64
+signed sums gives the norm of a difference to about a tenth (the count sketch of Charikar et al., 2002). Sketches are linear, so the norm
+of the difference of two sketches estimates that of the two gradients.
 """
 
 import base64

@@ -1,14 +1,12 @@
 """One trial process. Its parent starts it, sends to it, reads from it, and ends it with everything it started.
 
-`spawn` runs a script's top level again in every child. A script that calls Drivetrain there, without a main guard, would start trials
-inside of trials without end. Children carry a mark in their environment, and whatever would start one looks for it first. The child then
-ends silently, with an exit status that its parent explains once.
-
-A task that cannot be pickled reaches a child by `fork`, which is safe where no device and no process group is in use.
+`spawn` runs a script's top level again in every child. Without a main guard, a script that calls Drivetrain there would start trials
+inside of trials without end. So children have a mark in their environment; one whose script starts a trial ends silently, with an exit
+status that its parent explains once. A task that cannot be pickled reaches a child by `fork`.
 
 The child takes a task over a private pipe, then one order after another, and reports each event as a dict. It ends when its pipe closes
-or its parent is gone, whatever it is doing then. After a failure it only waits to be ended: leaving would show the other ranks a lost
-connection in place of the cause.
+or its parent is gone. After a failure it only waits to be ended: leaving would show the other ranks a lost connection in place of the
+cause.
 """
 
 import multiprocessing

@@ -1,8 +1,8 @@
 """Try plans in separate processes, one for each rank, and give all ranks the same result.
 
-The caller's processes start them, read from them, and agree over their own control group. They run no plan and initialize no
-device. A process that fails, hangs or dies is ended on all ranks, and the next trial gets a new one. A process that succeeded
-takes the next plan, because starting one costs seconds.
+The caller's processes run no plan and initialize no device; they start the others, read from them, and agree over their own control
+group. A process that fails, hangs or dies is ended on all ranks. One that succeeded takes the next plan, because starting one costs
+seconds.
 
 Local classes, lambdas and functions of a notebook cannot be sent to a new process. On the CPU a forked process has them. On other
 devices such a task is tried in the caller's process, if its predicted memory is available.
@@ -17,6 +17,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -75,7 +76,7 @@ def run_trial(
         )  # fmt: skip
 
 
-class TrialPool:
+class TrialPool(AbstractContextManager["TrialPool"]):
     """Tries one plan after another on one task. As a context manager it ends all its processes.
 
     All methods are collective, except `start` and `close`.
@@ -96,9 +97,6 @@ class TrialPool:
         self._generation = 0
         self._forked: str | None = None
         """Why processes are forked, None where they are not."""
-
-    def __enter__(self) -> "TrialPool":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
