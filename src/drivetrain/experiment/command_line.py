@@ -1,4 +1,4 @@
-"""One front for all command lines: argparse reads the verbs of `drivetrain` and the options of an experiment.
+"""One front for all command lines: argparse reads the verbs of `drivetrain`, `parse` the options of an experiment.
 
 Options are never abbreviated, `-inf` is a value, `--flag` takes no word after it, and a mistake is explained with the nearest
 valid option.
@@ -217,22 +217,18 @@ def experiment_parser(
     ]
     for title, text, names in sections:
         section = parser.add_argument_group(title, text)
-        for name in names:
-            _add_parameter(section, parameters[name])
+        for parameter in (parameters[name] for name in names):
+            section.add_argument(
+                *([parameter.flag, f"--no-{parameter.flag[2:]}"] if parameter.is_flag else [parameter.flag]),
+                nargs="*" if parameter.multiple else None,
+                metavar="" if parameter.is_flag else parameter.value_type.word,
+                help=argparse.SUPPRESS if parameter.hidden else _literal(_help_text(parameter)),
+            )
     section = parser.add_argument_group("Options")
     for name, text in OWN_OPTIONS.items():
         if name not in parameters:
             section.add_argument(*_own_flags(name), action="store_true", help=text)
     return parser
-
-
-def _add_parameter(section: "argparse._ArgumentGroup", parameter: "Parameter") -> None:
-    section.add_argument(
-        *([parameter.flag, f"--no-{parameter.flag[2:]}"] if parameter.is_flag else [parameter.flag]),
-        nargs="*" if parameter.multiple else None,
-        metavar="" if parameter.is_flag else parameter.value_type.word,
-        help=argparse.SUPPRESS if parameter.hidden else _literal(_help_text(parameter)),
-    )
 
 
 def _help_text(parameter: "Parameter") -> str:

@@ -213,7 +213,7 @@ class ExperimentGroup(_WithParameters):
         directions: Mapping[str, str] | None = None,
     ) -> Any:
         """Declare an experiment of this group: `@group.experiment` or `@group.experiment(...)`."""
-        make = lambda function, own: _new_experiment(function, own, defaults, directions)
+        make = lambda function, own: app.experiment_created(Experiment(function, own, defaults, directions))
         return _decorator(name, make, inherit_params, self, inherit_params_from_group)
 
     def group(self, name: object = None, inherit_params: Any = None, inherit_params_from_group: bool = True) -> Any:
@@ -266,16 +266,6 @@ class ExperimentGroup(_WithParameters):
         return f"ExperimentGroup({self.name!r})"
 
 
-def _new_experiment(
-    function: Callable[..., object],
-    name: str | None,
-    defaults: Mapping[str, object] | None,
-    directions: Mapping[str, str] | None,
-) -> object:
-    app.load_all_plugins()
-    return app.experiment_created(Experiment(function, name, defaults, directions))
-
-
 def _decorator(
     name: Any,
     make: Callable[[Any, Any], Any],
@@ -316,7 +306,7 @@ def experiment(
     >>> square.name, [p.name for p in square.get_parameters()][-1]
     ('square', 'x')
     """
-    make = lambda function, own: _new_experiment(function, own, defaults, directions)
+    make = lambda function, own: app.experiment_created(Experiment(function, own, defaults, directions))
     return _decorator(name, make, inherit_params)
 
 

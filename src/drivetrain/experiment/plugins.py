@@ -57,7 +57,8 @@ class App:
                 logger.warning("the plugin %r (%s) cannot be loaded and is ignored: %r", entry.name, entry.value, error)
 
     def experiment_created(self, experiment: Any) -> Any:
-        """Let plugins see, change or replace a new experiment."""
+        """Let the installed plugins see, change or replace a new experiment."""
+        self.load_all_plugins()
         for _, callback in self._callbacks["created"]:
             experiment = callback(experiment) or experiment
         return experiment

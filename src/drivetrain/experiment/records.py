@@ -222,10 +222,9 @@ def short_id(folder: Path) -> str:
     return own
 
 
-def find_by_id(place: Path, wanted: str, depth: int = 4) -> list[Path]:
+def find_by_id(place: Path, wanted: str) -> list[Path]:
     """Return the run and sweep folders in a place that a short id names; the first characters of one are enough if there are three."""
-    folders = [*run_folders(place, depth), *run_folders(place, depth, is_sweep)]
-    ids = {folder: short_id(folder) for folder in folders}
+    ids = {folder: short_id(folder) for kind in (is_run, is_sweep) for folder in run_folders(place, is_wanted=kind)}
     same = [folder for folder, own in ids.items() if wanted in (own, folder.name)]
     return same or [folder for folder, own in ids.items() if len(wanted) >= 3 and own.startswith(wanted)]
 

@@ -115,9 +115,11 @@ def resolve(
     ]
     public = frozenset(name for name, parameter in parameters.items() if parameter.secret is False)
     resolved = Resolved(secrets=parameters.secrets, public=public)
-    values = _Values(parameters, {name: _first_given(name, parameters[name], sources) for name in parameters})
+    given = {name: _first_given(name, parameters[name], sources) for name in parameters}
+    values = _Values(parameters, given)
+    resolved.origins |= {name: entry.origin if entry else "default" for name, entry in given.items()}
     for name, parameter in parameters.items():
-        resolved.values[name], resolved.origins[name] = values.read(name)
+        resolved.values[name] = values.read(name)
         if parameter.required and resolved.values[name] is None:
             raise ParameterError(
                 f"the parameter {name!r} is required. Give {parameter.flag} on the command line, or {name}=..."
@@ -145,17 +147,16 @@ class _Values:
         self._known: Settings = {}
         self._open: list[str] = []  # the parameters whose references are being followed
 
-    def read(self, name: str) -> tuple[Any, str]:
-        """Return value and origin of a parameter."""
-        given, parameter = self._given[name], self._parameters[name]
-        origin = "default" if given is None else given.origin
+    def read(self, name: str) -> Any:
+        """Return the value of a parameter."""
         if name not in self._known:
+            given, parameter = self._given[name], self._parameters[name]
             if given is None:
                 self._known[name] = parameter.make_default()
             else:
                 value = self._filled(name, given, given.value) if given.refers else given.value
                 self._known[name] = None if value is None else _read(parameter, given._replace(value=value))
-        return self._known[name], origin
+        return self._known[name]
 
     def _filled(self, name: str, given: Given, value: object) -> object:
         """Return a value with its references replaced; `$${` is a plain `${`."""
@@ -186,7 +187,7 @@ class _Values:
             raise ParameterError(f"{given.origin}: references form a cycle: {chain}.")
         self._open.append(name)
         try:
-            return self.read(other)[0]
+            return self.read(other)
         finally:
             self._open.pop()
 

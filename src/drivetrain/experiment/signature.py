@@ -12,8 +12,8 @@ import itertools
 import re
 import textwrap
 import typing
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,43 +54,14 @@ class Param:
     """Whether the value is masked wherever it is written; None: its type and name decide."""
 
 
-@dataclass
-class Nested:
-    """A dataclass argument, built from the parameters of its fields."""
-
-    kind: type
-    default: Any
-    fields: dict[str, "str | Nested"] = field(default_factory=dict)
-    """Field name: the full name of its parameter, or the dataclass in it."""
-
-    def names(self) -> Iterator[str]:
-        """Yield the full names of all parameters within."""
-        for entry in self.fields.values():
-            yield from [entry] if isinstance(entry, str) else entry.names()
-
-    def build(self, values: Mapping[str, object], origins: Mapping[str, str]) -> Any:
-        """Make the dataclass; one that may be None stays None until one of its fields is given."""
-        if self.default is None and all(origins.get(name) in NOT_DECLARED for name in self.names()):
-            return None
-        arguments = {
-            name: values[entry] if isinstance(entry, str) else entry.build(values, origins)
-            for name, entry in self.fields.items()
-        }
-        try:
-            return self.kind(**arguments)
-        except ValueError as error:
-            if isinstance(error, ParameterError):
-                raise
-            raise ParameterError(f"{self.kind.__name__} rejects {masked(arguments)}: {error}") from error
-
-
 class CallSignature:
     """How an experiment's function is called."""
 
     def __init__(self, function: Callable[..., object]):
         self.function = function
         self.parameters: list[Parameter] = []
-        self.nested: dict[str, Nested] = {}
+        self.nested: dict[str, tuple[type, object]] = {}
+        """The class and default of each dataclass, by the full name of the argument or field."""
         self._help = argument_help(function)
         self._arguments = list(inspect.signature(function).parameters.values())
         hints = _hints(function)
@@ -104,36 +75,49 @@ class CallSignature:
                     f"Use a list: {name}: list[str]."
                 )
             if argument.kind is not argument.VAR_KEYWORD:
-                annotation = hints.get(name, MISSING)
-                self._declare(name, annotation, argument.default, self._help.get(name), self.nested)
+                self._declare(name, hints.get(name, MISSING), argument.default, self._help.get(name))
 
     def call(self, values: Mapping[str, object], origins: Mapping[str, str]) -> Any:
         """Call the function with resolved values."""
         if self.takes_dict:
             return self.function(dict(values))
-        positional, named, used = [], {}, set()
+        positional, named = [], {}
         for argument in self._arguments:
-            if argument.kind is argument.VAR_KEYWORD:
-                continue
-            nested = self.nested.get(argument.name)
-            value = values[argument.name] if nested is None else nested.build(values, origins)
-            used |= {argument.name} if nested is None else set(nested.names())
             if argument.kind is argument.POSITIONAL_ONLY:
-                positional.append(value)
-            else:
-                named[argument.name] = value
-        rest = {name: value for name, value in values.items() if name not in used} if self.takes_rest else {}
+                positional.append(self._build(argument.name, values, origins))
+            elif argument.kind is not argument.VAR_KEYWORD:
+                named[argument.name] = self._build(argument.name, values, origins)
+        own = {parameter.name for parameter in self.parameters}
+        rest = {name: value for name, value in values.items() if name not in own} if self.takes_rest else {}
         return self.function(*positional, **named, **rest)
 
-    def _declare(self, name: str, annotation: object, default: object, help: str | None, place: Settings) -> None:
-        """Declare one argument or field, and enter in `place` under its last name how it is built."""
+    def _build(self, name: str, values: Mapping[str, object], origins: Mapping[str, str]) -> object:
+        """Return a value, or the dataclass of this name; one that may be None stays None until one of its fields is given."""
+        if name not in self.nested:
+            return values[name]
+        kind, default = self.nested[name]
+        inside = [parameter.name for parameter in self.parameters if parameter.name.startswith(f"{name}.")]
+        if default is None and all(origins.get(own) in NOT_DECLARED for own in inside):
+            return None
+        fields = [entry.name for entry in dataclasses.fields(kind) if entry.init]
+        arguments = {own: self._build(f"{name}.{own}", values, origins) for own in fields}
+        try:
+            return kind(**arguments)
+        except ValueError as error:
+            if isinstance(error, ParameterError):
+                raise
+            raise ParameterError(f"{kind.__name__} rejects {masked(arguments)}: {error}") from error
+
+    def _declare(self, name: str, annotation: object, default: object, help: str | None) -> None:
+        """Declare one argument or field."""
         extra = Param()
         if typing.get_origin(annotation) is typing.Annotated:
             annotation, *extras = typing.get_args(annotation)
             extra = next((entry for entry in extras if isinstance(entry, Param)), extra)
         kind = type(default) if annotation is MISSING else without_none(annotation)
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-            place[name.rpartition(".")[2]] = self._declare_fields(name, kind, default)
+            self.nested[name] = (kind, default)
+            self._declare_fields(name, kind, default)
             return
         if annotation is MISSING and default is MISSING:
             raise ParameterError(
@@ -143,11 +127,8 @@ class CallSignature:
         parameter = _parameter(name, annotation, default, extra, help)
         parameter.from_signature = True
         self.parameters.append(parameter)
-        if place is not self.nested:
-            place[name.rpartition(".")[2]] = name
 
-    def _declare_fields(self, prefix: str, kind: type, default: object) -> Nested:
-        nested = Nested(kind, default)
+    def _declare_fields(self, prefix: str, kind: type, default: object) -> None:
         hints = typing.get_type_hints(kind, include_extras=True)
         help_texts = {**field_help(kind), **argument_help(kind)}
         for entry in dataclasses.fields(kind):
@@ -164,11 +145,10 @@ class CallSignature:
             name = f"{prefix}.{entry.name}"
             said = entry.metadata.get("help") or getattr(entry, "doc", None)
             text = said or help_texts.get(entry.name) or self._help.get(name)
-            self._declare(name, hints[entry.name], value, text, nested.fields)
-            if factory is not None and isinstance(nested.fields[entry.name], str):
+            self._declare(name, hints[entry.name], value, text)
+            if factory is not None and name not in self.nested:
                 self.parameters[-1].default, self.parameters[-1].calls_default = factory, True
                 self.parameters[-1].default_help = str(value)
-        return nested
 
 
 def _hints(function: Callable[..., object]) -> Settings:

@@ -13,6 +13,7 @@ import os
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -59,19 +60,15 @@ def read_int(value: Any) -> int:
         return _int_from_text(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    try:
-        if not isinstance(value, bool):
+    if not isinstance(value, bool):
+        with suppress(TypeError):
             return operator.index(value)
-    except TypeError:
-        pass
     raise BadValue(WHOLE_NUMBER)
 
 
 def _int_from_text(text: str) -> int:
-    try:
+    with suppress(ValueError):
         return int(text)
-    except ValueError:
-        pass
     try:
         number = Decimal(text.strip())
     except InvalidOperation:
@@ -85,11 +82,9 @@ def _int_from_text(text: str) -> int:
 
 def read_float(value: Any) -> float:
     """Read a number; `-.5`, `1e-3`, `inf` and `nan` are numbers."""
-    try:
-        if not isinstance(value, bool):
+    if not isinstance(value, bool):
+        with suppress(TypeError, ValueError, OverflowError):
             return float(value)
-    except (TypeError, ValueError, OverflowError):
-        pass
     raise BadValue("expected a number, such as 0.1 or 1e-3")
 
 

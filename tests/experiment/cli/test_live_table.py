@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain.experiment.cli.output import prints_to_stderr
-from drivetrain.experiment.cli.sweep import LiveTable, read_space, show_progress, state_of, values_of
+from drivetrain.experiment.cli.sweep import draw, read_space, show_progress, state_of, values_of
 from drivetrain.experiment.sweeps.result import SweepResult
 from drivetrain.experiment.sweeps.trial import Trial
 from tests.experiment.test_submitit_executor import slurm  # noqa: F401 (a fixture)
@@ -91,7 +91,7 @@ import os, sys, subprocess, time
 from drivetrain.experiment.cli.sweep import show_progress
 from tests.experiment.cli.test_live_table import trials
 with show_progress() as show:
-    print("before", type(show).__name__)
+    print("before the table")
     show(trials("finished", "running", "failed"))
     subprocess.run(["echo", "a child prints"])
     print("an error line", file=sys.stderr)
@@ -126,7 +126,7 @@ def run_on_a_terminal(code, **variables):
 def test_on_a_terminal_the_table_stands_and_everything_printed_comes_above_it():
     text = run_on_a_terminal(ON_A_TERMINAL)
     bare = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-    assert "before LiveTable" in bare and "a child prints" in bare and "an error line" in bare
+    assert "before the table" in bare and "a child prints" in bare and "an error line" in bare
     assert "sweep: 1 running, 1 done, 1 failed, best 0 (trial 0)" in bare
     for cells in (("0", "lr=0", "finished", "0"), ("1", "lr=0.1", "running", "–"), ("2", "lr=0.2", "failed", "–")):
         pattern = r"\s+".join(map(re.escape, cells)) + r"\s+\d+\.\d s"
@@ -140,10 +140,7 @@ def test_a_dumb_terminal_gets_lines():
 
 
 def test_many_trials_leave_room_and_running_ones_come_first():
-    table = LiveTable()
-    table._live = type("Screen", (), {"console": type("Size", (), {"height": 20})})
-    table(trials(*["finished"] * 40, "running"))
-    state, drawn, more = table.draw().renderables
+    state, drawn, more = draw(trials(*["finished"] * 40, "running"), height=20).renderables
     assert "1 running, 40 done" in state.plain and more.plain == "… and 29 more"
     assert drawn.row_count == 12
     assert next(iter(drawn.columns[2].cells)).plain == "running"

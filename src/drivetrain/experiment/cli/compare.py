@@ -169,7 +169,12 @@ def _print_side_by_side(found: Settings, lines: Sequence[RunLine]) -> None:
 
 def _print_rows(found: Settings, lines: Sequence[RunLine]) -> None:
     """Print one row per run, the best first, with what differs."""
-    ordered = _best_first(lines)
+    ordered, measured = list(lines), _measured(lines)
+    if measured and measured[0][1] is not None:
+        _, direction, values = measured[0]
+        sign = 1 if direction == "min" else -1
+        keys = [(value is None or value != value, 0.0 if value is None else sign * value) for value in values]
+        ordered = [lines[place] for place in sorted(range(len(lines)), key=keys.__getitem__)]
     columns = [Column(name, values) for name, values in varying(ordered).items()]
     states = [line.record.state for line in ordered]
     if differs(states):
@@ -204,16 +209,6 @@ def _measured(lines: Sequence[RunLine]) -> list[tuple[str, str | None, list[floa
         values = [None if entry is None else entry.best if direction else entry.last for entry in own]
         found.append((tag, direction, values))
     return found
-
-
-def _best_first(lines: Sequence[RunLine]) -> list[RunLine]:
-    measured = _measured(lines)
-    if not measured or measured[0][1] is None:
-        return list(lines)
-    _, direction, values = measured[0]
-    sign = 1 if direction == "min" else -1
-    keys = [(value is None or value != value, 0.0 if value is None else sign * value) for value in values]
-    return [lines[place] for place in sorted(range(len(lines)), key=keys.__getitem__)]
 
 
 def group_over_seeds(lines: Sequence[RunLine]) -> list[Settings]:

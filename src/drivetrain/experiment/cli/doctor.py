@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.metadata
+import itertools
 import os
 import platform
 import re
@@ -103,21 +104,13 @@ def doctor(arguments: argparse.Namespace) -> int:
             f"{arguments.options[0]!r} is not a known option. Options come before RUN, or belong to --resume-check N TARGET."
         )
     if subject is None:
-        return print_checks(check_machine(arguments.output_dir), as_json=arguments.json)
+        checks = itertools.chain(_packages(), _devices(), _processes(), _places(arguments.output_dir), _tools())
+        return print_checks(checks, as_json=arguments.json)
     if not Path(subject).exists() and (subject.endswith(".py") or ":" in subject):
         raise ConfigError(
             f"{subject} is not a run folder. To check whether a program resumes exactly: drivetrain doctor --resume-check 20 {subject}"
         )
     return print_checks(check_run(find_run(subject)), as_json=arguments.json)
-
-
-def check_machine(output_dir: str = "output") -> Iterator[Check]:
-    """Yield one check after the other."""
-    yield from _packages()
-    yield from _devices()
-    yield from _processes()
-    yield from _places(output_dir)
-    yield from _tools()
 
 
 def _version(package: str) -> str | None:

@@ -6,7 +6,8 @@ A condition reads `lr<0.1 and (state=finished or tag=base)`: comparisons joined 
 import argparse
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from operator import eq, ge, gt, le, lt, ne
 from pathlib import Path
@@ -224,11 +225,59 @@ def read_condition(text: str) -> tuple[Condition, set[str]]:
         raise ParameterError(f"the condition has {len(text)} characters; at most {LONGEST} are read.")
     if (brackets := text.count("(")) > MOST_BRACKETS:
         raise ParameterError(f"the condition has {brackets} opening brackets; at most {MOST_BRACKETS} are read.")
-    reader = _Reader(text)
-    condition = reader.either()
-    if reader.place < len(reader.tokens):
-        raise reader.problem()
-    return condition, reader.names
+    tokens, names = deque(_tokens(text)), set[str]()
+
+    def problem() -> ParameterError:
+        rest = " ".join(word for _, word in tokens) or "its end"
+        return ParameterError(f"cannot parse the condition {text!r} from {rest!r} on. {EXPECTED}")
+
+    def take(*kinds: str, words: tuple[str, ...] = ()) -> str | None:
+        """Return the next token and move on if it is of these kinds, and one of these words where some are given."""
+        if not tokens or tokens[0][0] not in kinds or (words and tokens[0][1] not in words):
+            return None
+        return tokens.popleft()[1]
+
+    def read() -> Condition:
+        """Read comparisons joined by `and`, and such groups joined by `or`."""
+        groups = [[read_one()]]
+        while word := take("word", words=("and", "or")):
+            if word == "or":
+                groups.append([])
+            groups[-1].append(read_one())
+        return lambda values: any(all(part(values) for part in group) for group in groups)
+
+    def read_one() -> Condition:
+        """Read one comparison, or a condition in brackets."""
+        if take("bracket", words=("(",)):
+            inner = read()
+            if not take("bracket", words=(")",)):
+                raise problem()
+            return inner
+        name = take("word", "text")
+        sign = None if name is None else take("sign")
+        wanted = None if sign is None else take("text", "word")
+        if name is None or sign is None or wanted is None:
+            raise problem()
+        names.add(name)
+        return lambda values: compare(values.get(name), sign, wanted)
+
+    condition = read()
+    if tokens:
+        raise problem()
+    return condition, names
+
+
+def _tokens(text: str) -> Iterator[tuple[str, str]]:
+    """Yield kind and text of each token."""
+    position = 0
+    while position < len(text.rstrip()):
+        found = TOKEN.match(text, position)
+        if found is None:
+            raise ParameterError(f"cannot parse the condition {text!r} from {text[position:]!r} on. {EXPECTED}")
+        sign, bracket, double, single, word = found.groups()
+        kind = "sign" if sign else "bracket" if bracket else "word" if word else "text"
+        yield kind, sign or bracket or word or double or single or ""
+        position = found.end()
 
 
 def check_names(names: Iterable[str], runs: Iterable[Values]) -> None:
@@ -238,67 +287,6 @@ def check_names(names: Iterable[str], runs: Iterable[Values]) -> None:
     for name in names:
         if runs and name not in known:
             raise ParameterError(unknown_name("name of a run's values", name, list(known)))
-
-
-class _Reader:
-    """Reads a condition from left to right."""
-
-    def __init__(self, text: str):
-        self.text, self.place = text, 0
-        self.tokens: list[tuple[str, str]] = []
-        self.names: set[str] = set()
-        position = 0
-        while position < len(text.rstrip()):
-            found = TOKEN.match(text, position)
-            if found is None:
-                raise ParameterError(f"cannot parse the condition {text!r} from {text[position:]!r} on. {EXPECTED}")
-            sign, bracket, double, single, word = found.groups()
-            quoted = double if double is not None else single
-            kind = "sign" if sign else "bracket" if bracket else "word" if word else "text"
-            self.tokens.append((kind, sign or bracket or word or quoted or ""))
-            position = found.end()
-
-    def problem(self) -> ParameterError:
-        """Return the error about the present token."""
-        rest = " ".join(word for _, word in self.tokens[self.place :]) or "its end"
-        return ParameterError(f"cannot parse the condition {self.text!r} from {rest!r} on. {EXPECTED}")
-
-    def take(self, kind: str, *words: str) -> str | None:
-        """Return the present token and move on if it is of this kind, and one of these words where some are given."""
-        if self.place >= len(self.tokens):
-            return None
-        found, word = self.tokens[self.place]
-        if found != kind or (words and word not in words):
-            return None
-        self.place += 1
-        return word
-
-    def either(self) -> Condition:
-        """Read comparisons joined by `and`, and such groups joined by `or`."""
-        groups = [[self.one()]]
-        while word := self.take("word", "and", "or"):
-            if word == "or":
-                groups.append([])
-            groups[-1].append(self.one())
-        return lambda values: any(all(part(values) for part in group) for group in groups)
-
-    def one(self) -> Condition:
-        """Read one comparison, or a condition in brackets."""
-        if self.take("bracket", "("):
-            inner = self.either()
-            if not self.take("bracket", ")"):
-                raise self.problem()
-            return inner
-        name = self.take("word") or self.take("text")
-        sign = self.take("sign") if name is not None else None
-        if name is None or sign is None:
-            raise self.problem()
-        quoted = self.take("text")
-        wanted = quoted if quoted is not None else self.take("word")
-        if wanted is None:
-            raise self.problem()
-        self.names.add(name)
-        return lambda values: compare(values.get(name), sign, wanted)
 
 
 def compare(value: object, sign: str, wanted: str) -> bool:

@@ -84,7 +84,15 @@ def _resume_sweep(folder: Path, arguments: argparse.Namespace) -> int:
 
 def _trusted_experiment(record: RunRecord, arguments: argparse.Namespace) -> "Experiment":
     """Print what continuing a run will execute, check who can have written it, and load it, which runs the file."""
-    source = source_of(record)
+    named = record.manifest.get("source")
+    if not named:
+        raise ResumeError(
+            f"the run {record.folder} does not name the file of its experiment (it was started from a prompt?). Start the program "
+            f"again with --resume {record.folder}."
+        )
+    if Path(named).suffix != ".py":  # a module's name would be looked for in the present folder
+        raise ResumeError(f"the run {record.folder} names the file {named!r}, which is not a Python file (.py).")
+    source = Path(os.path.abspath(named))
     with prints_to_stderr() if arguments.json else nullcontext():
         print_lines(*describe_source(record, source))  # before anything of it is run
     if not arguments.trust and (reasons := reasons_for_distrust(source)):
@@ -137,20 +145,6 @@ def _print_place(record: RunRecord) -> None:
     words, progress = {"ep": "epoch", "st": "step", "sp": "sample"}, newest.progress
     place = ", ".join(f"{word} {progress[unit]:g}" for unit, word in words.items() if unit in progress)
     print_lines(f"checkpoint   {newest.name}", f"continues at {place}")
-
-
-def source_of(record: RunRecord) -> Path:
-    """Return the file that defines a run's experiment, as a full path."""
-    source = record.manifest.get("source")
-    if not source:
-        raise ResumeError(
-            f"the run {record.folder} does not name the file of its experiment (it was started from a prompt?). Start the program "
-            f"again with --resume {record.folder}."
-        )
-    path = Path(source)
-    if path.suffix != ".py":  # a module's name would be looked for in the present folder
-        raise ResumeError(f"the run {record.folder} names the file {source!r}, which is not a Python file (.py).")
-    return Path(os.path.abspath(path))
 
 
 def describe_source(record: RunRecord, path: Path) -> list[str]:

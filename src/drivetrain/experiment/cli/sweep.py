@@ -12,11 +12,11 @@ import re
 import shlex
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self, TextIO, cast
+from typing import TYPE_CHECKING, cast
 
 from drivetrain.core.display import printable
 from drivetrain.core.errors import ParameterError, SweepError
@@ -36,8 +36,7 @@ from drivetrain.experiment.cli.verbs import FAILED, INTERRUPTED
 from drivetrain.experiment.command_line import JSON, REPLACED, argument, print_error, split_values
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.live import Live
+    from rich.console import Group
 
     from drivetrain.experiment.experiments import Experiment
     from drivetrain.experiment.sweeps.loop import OnChange
@@ -152,12 +151,12 @@ def run_sweep(start: "Callable[..., SweepResult]", as_json: bool) -> int:
 
     Returns the exit status.
     """
-    seen: list[SweepResult] = []
+    seen: deque[SweepResult] = deque(maxlen=1)
     try:
         with prints_to_stderr() if as_json else show_progress() as show:
 
             def change(result: "SweepResult") -> None:
-                seen[:] = [result]
+                seen.append(result)
                 if show is not None:
                     show(result)
 
@@ -167,11 +166,11 @@ def run_sweep(start: "Callable[..., SweepResult]", as_json: bool) -> int:
         print_error(error)
         return FAILED
     except (KeyboardInterrupt, SystemExit) as stop:
-        if not seen or seen[-1].folder is None:
+        if not seen or seen[0].folder is None:
             raise
-        print_result(seen[-1].without_running(), as_json)
+        print_result(seen[0].without_running(), as_json)
         if not as_json:
-            print_lines(resume_line(seen[-1].folder))
+            print_lines(resume_line(seen[0].folder))
         code = stop.code if isinstance(stop, SystemExit) else INTERRUPTED
         return code if isinstance(code, int) else FAILED
     print_result(result, as_json)
@@ -260,8 +259,8 @@ def print_result(result: "SweepResult", as_json: bool) -> None:
 def show_progress() -> "Iterator[OnChange]":
     """Show a sweep while it runs: as a table on a terminal, else as lines."""
     if sys.stdout.isatty() and os.environ.get("TERM") not in (None, "", "dumb", "unknown"):
-        with LiveTable() as table:
-            yield table
+        with live_table() as show:
+            yield show
     else:
         yield status_lines()
 
@@ -306,92 +305,77 @@ def values_of(trial: "Trial") -> str:
     return plain_text(trial.value)
 
 
-class LiveTable:
-    """Draws trials with their parameters, state, metric and time; use it as a context manager and call it with each result."""
+@contextmanager
+def live_table() -> "Iterator[OnChange]":
+    """Draw trials with their parameters, state, metric and time; what this and other processes print comes above them."""
+    from multiprocessing.resource_tracker import ensure_running
 
-    def __init__(self) -> None:
-        self._result: SweepResult | None = None
-        self._terminal: TextIO
-        self._live: Live
-        self._reader: threading.Thread | None = None
-        self._kept: dict[int, int] = {}
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
 
-    def __enter__(self) -> Self:
-        from multiprocessing.resource_tracker import ensure_running
+    ensure_running()  # now, because it lives as long as this process and would hold the pipe below open
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = {descriptor: os.dup(descriptor) for descriptor in (STDOUT, STDERR)}
+    terminal = os.fdopen(os.dup(STDOUT), "w", encoding=sys.stdout.encoding, errors=REPLACED)
+    console = Console(file=terminal, markup=False, highlight=False, emoji=False)
+    latest: deque[SweepResult] = deque(maxlen=1)
+    live = Live(
+        console=console,
+        get_renderable=lambda: draw(latest[0], console.height) if latest else Text("sweep: no trial has started"),
+        refresh_per_second=REFRESH_PER_SECOND,
+        transient=True,  # the result table follows
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    source, sink = os.pipe()
+    for descriptor in kept:
+        os.dup2(sink, descriptor)
+    os.close(sink)
 
-        from rich.console import Console
-        from rich.live import Live
-
-        ensure_running()  # now, because it lives as long as this process and would hold the pipe below open
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        self._kept = {descriptor: os.dup(descriptor) for descriptor in (STDOUT, STDERR)}
-        self._terminal = os.fdopen(os.dup(STDOUT), "w", encoding=sys.stdout.encoding, errors=REPLACED)
-        console = Console(file=self._terminal, markup=False, highlight=False, emoji=False)
-        self._live = Live(
-            console=console,
-            get_renderable=self.draw,
-            refresh_per_second=REFRESH_PER_SECOND,
-            transient=True,  # the result table follows
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        source, sink = os.pipe()
-        for descriptor in self._kept:
-            os.dup2(sink, descriptor)
-        os.close(sink)
-        self._reader = threading.Thread(target=self._print_above, args=(source,), daemon=True)
-        self._live.start()
-        self._reader.start()
-        return self
-
-    def __call__(self, result: "SweepResult") -> None:
-        """Take the result so far."""
-        self._result = result
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        for descriptor, kept in self._kept.items():
-            os.dup2(kept, descriptor)
-            os.close(kept)
-        assert self._reader is not None
-        self._reader.join(DRAIN_SECONDS)  # a process that outlives the sweep may hold the pipe open forever
-        self._live.stop()
-        if not self._reader.is_alive():
-            self._terminal.close()
-
-    def _print_above(self, source: int) -> None:
-        from rich.text import Text
-
+    def print_above() -> None:
         with os.fdopen(source, encoding="utf-8", errors="replace") as lines:
             for line in lines:
-                self._live.console.print(Text.from_ansi(line.rstrip("\r\n")), soft_wrap=True)
+                console.print(Text.from_ansi(line.rstrip("\r\n")), soft_wrap=True)
 
-    def draw(self) -> "RenderableType":
-        """Return the table as it is now."""
-        from rich import box
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
+    reader = threading.Thread(target=print_above, daemon=True)
+    live.start()
+    reader.start()
+    try:
+        yield latest.append
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for descriptor, before in kept.items():
+            os.dup2(before, descriptor)
+            os.close(before)
+        reader.join(DRAIN_SECONDS)  # a process that outlives the sweep may hold the pipe open forever
+        live.stop()
+        if not reader.is_alive():
+            terminal.close()
 
-        if self._result is None:
-            return Text("sweep: no trial has started")
-        room = max(3, self._live.console.height - 8)
-        # Sorting is stable: the best comes first within a state.
-        trials = sorted(self._result.ranked, key=lambda trial: ORDER.index(trial.status))
-        hidden = len(trials) - room
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for name in ("trial", "parameters", "state", "metric", "time"):
-            table.add_column(name, overflow="fold", no_wrap=name in ("trial", "state", "time"))
-        names = self._result.varied
-        for trial in trials[:room]:
-            shown = self._result.shown(trial)
-            params = Text(printable(", ".join(f"{name}={plain_text(shown.get(name))}" for name in names)))
-            status = Text(trial.status, style=STATE_STYLES.get(trial.status, ""))
-            table.add_row(str(trial.index), params, status, values_of(trial), f"{trial.elapsed:.1f} s")
-        # Above the table and not as its title, which would be broken at the table's width.
-        state, more = Text(f"sweep: {state_of(self._result)}", style="bold"), Text(f"… and {hidden} more")
-        return Group(state, table, more) if hidden > 0 else Group(state, table)
+
+def draw(result: "SweepResult", height: int) -> "Group":
+    """Return the trials as a table for a terminal of this height."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    room = max(3, height - 8)
+    # Sorting is stable: the best comes first within a state.
+    trials = sorted(result.ranked, key=lambda trial: ORDER.index(trial.status))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("trial", "parameters", "state", "metric", "time"):
+        table.add_column(name, overflow="fold", no_wrap=name in ("trial", "state", "time"))
+    names = result.varied
+    for trial in trials[:room]:
+        shown = result.shown(trial)
+        params = Text(printable(", ".join(f"{name}={plain_text(shown.get(name))}" for name in names)))
+        status = Text(trial.status, style=STATE_STYLES.get(trial.status, ""))
+        table.add_row(str(trial.index), params, status, values_of(trial), f"{trial.elapsed:.1f} s")
+    # Above the table and not as its title, which would be broken at the table's width.
+    state = Text(f"sweep: {state_of(result)}", style="bold")
+    more = [Text(f"… and {len(trials) - room} more")] if len(trials) > room else []
+    return Group(state, table, *more)

@@ -24,7 +24,17 @@ def find_target(target: str) -> Any:
         place, name = target, ""
     if not name and place.endswith(".py"):
         _reject_plain_script(Path(place))
-    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    if place.endswith(".py"):
+        module = _load_file(Path(place))
+    else:
+        _look_in(Path.cwd())
+        try:
+            found = importlib.util.find_spec(place)
+        except (ImportError, ValueError, AttributeError):
+            found = None
+        if found is None:
+            raise ExperimentError(f"there is no module {place!r}. Expected {TARGET_HELP}; a file's path ends in .py.")
+        module = importlib.import_module(place)
     return _attribute(module, name, target) if name else _only_experiment(module, target)
 
 
@@ -93,17 +103,6 @@ def _reject_plain_script(path: Path) -> None:
             f"{path} defines no experiment, so it was not run. Start a plain script with `python {path}`, or put @experiment above "
             f"a function. If it imports an experiment from elsewhere, name that: {path}:name."
         )
-
-
-def _load_module(name: str) -> ModuleType:
-    _look_in(Path.cwd())
-    try:
-        found = importlib.util.find_spec(name)
-    except (ImportError, ValueError, AttributeError):
-        found = None
-    if found is None:
-        raise ExperimentError(f"there is no module {name!r}. Expected {TARGET_HELP}; a file's path ends in .py.")
-    return importlib.import_module(name)
 
 
 def _look_in(folder: Path) -> None:

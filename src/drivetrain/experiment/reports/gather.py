@@ -224,13 +224,11 @@ def read_checkpoints(directory: Path, verify: str = "size") -> list[CheckpointLi
     return [line for _, line in sorted(good, key=lambda entry: entry[0])] + bad
 
 
-def tail(path: Path, lines: int = LOG_LINES) -> str:
+def tail(path: Path) -> str:
     """Return the last lines of a text file; nothing when there is none."""
-    try:
-        text = read_end(path, LOG_TAIL).decode(errors="replace")
-    except OSError:
-        return ""
-    return "\n".join(text.splitlines()[-lines:])
+    with suppress(OSError):
+        return "\n".join(read_end(path, LOG_TAIL).decode(errors="replace").splitlines()[-LOG_LINES:])
+    return ""
 
 
 def differs(values: Sequence[object]) -> bool:

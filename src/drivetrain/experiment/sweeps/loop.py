@@ -3,9 +3,10 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,28 +32,25 @@ OnChange = Callable[[SweepResult], object]
 """Gets the result so far whenever a trial begins or ends."""
 
 
+@dataclass(eq=False)
 class SweepLoop:
     """One sweep at work."""
 
-    def __init__(
-        self,
-        work: TrialWork,
-        sampler: Sampler,
-        executor: Executor,
-        goal: Goal,
-        folder: Path,
-        *,
-        trials: Iterable[Trial] = (),
-        retries: int = 0,
-        on_change: OnChange | None = None,
-    ):
-        self.work = replace(work, should_prune=self._report)
-        self.sampler, self.executor, self.goal, self.folder = sampler, executor, goal, folder
-        self.trials = {trial.index: trial for trial in trials}
-        self.retries, self.on_change = retries, on_change
-        self.waiting: deque[Trial] = deque()
-        self.running: dict[Future[TrialOutcome], Trial] = {}
-        self._has_warned = False
+    work: TrialWork
+    sampler: Sampler
+    executor: Executor
+    goal: Goal
+    folder: Path
+    trials: dict[int, Trial]
+    """By index; those of an earlier part of the sweep at the start."""
+    retries: int
+    on_change: OnChange | None
+    waiting: deque[Trial] = field(default_factory=deque)
+    running: "dict[Future[TrialOutcome], Trial]" = field(default_factory=dict)
+    _has_warned: bool = False
+
+    def __post_init__(self) -> None:
+        self.work = replace(self.work, should_prune=self._report)
 
     def run(self, header: Mapping[str, object] | None) -> SweepResult:
         """Run until nothing is left to do; `header` begins the journal of a new sweep."""
@@ -99,7 +97,11 @@ class SweepLoop:
         if outcome.status == FINISHED:
             assert trial.run_dir is not None
             metrics = _numbers(outcome.result) | _summary(trial.run_dir / METRICS)
-        trial.settle(outcome.status, self._without_secrets(trial, outcome.error), outcome.seconds, metrics)
+        error, experiment = outcome.error, self.work.experiment
+        if error is not None and experiment.parameters.secrets:
+            with suppress(ParameterError):  # the trial failed because of it, before it could hold a secret
+                error = hide(error, experiment.resolve(self.work.fixed | trial.params).hidden())
+        trial.settle(outcome.status, error, outcome.seconds, metrics)
         if outcome.status == FINISHED:
             trial.judge(self.goal.names, plain(outcome.result))
             if not self.goal.names and trial.value is None and trial.metrics and not self._has_warned:
@@ -117,14 +119,6 @@ class SweepLoop:
         else:
             self.sampler.tell(trial)
         self._changed()
-
-    def _without_secrets(self, trial: Trial, error: str | None) -> str | None:
-        if error is None or not self.work.experiment.parameters.secrets:
-            return error
-        try:
-            return hide(error, self.work.experiment.resolve(self.work.fixed | trial.params).hidden())
-        except ParameterError:  # the trial failed because of it, before it could hold a secret
-            return error
 
     def _report(self, trial: Trial, value: float, step: int) -> bool:
         """Take a report of a running trial, and return whether to stop the trial."""
@@ -170,13 +164,9 @@ def _summary(metrics: Path) -> dict[str, float]:
     found: dict[str, float] = {}
     if is_regular(metrics):
         for line in read_limited(metrics, None).splitlines():
-            if b'"summary"' not in line:
-                continue
-            try:
-                entry = load_json(line)
-            except ValueError:
-                continue
-            if isinstance(entry, dict) and entry.get("kind") == "summary":
-                value = entry.get("value")
-                found |= _numbers(value if isinstance(value, Mapping) else {str(entry.get("tag")): value})
+            with suppress(ValueError):
+                entry = load_json(line) if b'"summary"' in line else None
+                if isinstance(entry, dict) and entry.get("kind") == "summary":
+                    value = entry.get("value")
+                    found |= _numbers(value if isinstance(value, Mapping) else {str(entry.get("tag")): value})
     return found

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from multiprocessing import context, reduction, spawn, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import ConfigError
@@ -97,11 +97,10 @@ class PoolExecutor(Executor):
             for end in (theirs, stdout, stderr):
                 end.close()
         self._processes[trial.index] = process
-        future: Future[TrialOutcome] = Future()
         printed = {ends[0]: PrefixedLines(trial.index, name) for name, ends in outputs.items()}
-        watcher = threading.Thread(target=self._watch, args=(trial, process, ours, printed, gpus, future), daemon=True)
-        watcher.start()
-        return future
+        started = StartedTrial(trial, process, ours, printed, gpus, Future())
+        threading.Thread(target=self._watch, args=(started,), daemon=True).start()
+        return started.future
 
     def close(self) -> None:
         """Ask the processes that still run to end, and kill those that do not."""
@@ -116,20 +115,13 @@ class PoolExecutor(Executor):
         if self._starter is not None:
             self._starter.close()
 
-    def _watch(
-        self,
-        trial: Trial,
-        process: BaseProcess,
-        reports: Connection,
-        printed: "dict[Connection, PrefixedLines]",
-        gpus: list[str],
-        future: "Future[TrialOutcome]",
-    ) -> None:
+    def _watch(self, started: "StartedTrial") -> None:
         """Answer a trial's reports and print its lines until its process has ended, then give its outcome."""
+        trial, process, reports, printed, gpus, future = started
         began = time.monotonic()
         deadline = math.inf if self.work.timeout is None else began + self.work.timeout
         try:
-            is_late = self._follow(trial, process, reports, printed, deadline)
+            is_late = self._follow(started, deadline)
             if is_late:
                 end_group(process)
             process.join()
@@ -146,15 +138,9 @@ class PoolExecutor(Executor):
             for end in (reports, *printed):
                 end.close()
 
-    def _follow(
-        self,
-        trial: Trial,
-        process: BaseProcess,
-        reports: Connection,
-        printed: "dict[Connection, PrefixedLines]",
-        deadline: float,
-    ) -> bool:
+    def _follow(self, started: "StartedTrial", deadline: float) -> bool:
         """Serve a trial until its process ends; True if it was still running at the deadline."""
+        trial, process, reports, printed, *_ = started
         open_ends: list[Connection] = [reports, *printed]
         while time.monotonic() < deadline:
             seconds = min(POLL_SECONDS, max(0.0, deadline - time.monotonic()))
@@ -218,6 +204,17 @@ class PrefixedLines:
         with suppress(OSError, ValueError):  # an output that is closed must not end a trial
             stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             stream.flush()
+
+
+class StartedTrial(NamedTuple):
+    """A trial with its process, what this process reads from it, and what it was given."""
+
+    trial: Trial
+    process: BaseProcess
+    reports: Connection
+    printed: dict[Connection, PrefixedLines]
+    gpus: list[str]
+    future: "Future[TrialOutcome]"
 
 
 @dataclass

@@ -106,7 +106,8 @@ def sweep(
         if not lock.acquire():
             raise ConfigError(f"the sweep {folder} is still running: {lock.holder}. Wait until it ends.")
         work = TrialWork(experiment, fixed, folder.name, timeout=timeout, seed=seed)
-        loop = SweepLoop(work, chosen, runner, goal, folder, trials=trials, retries=retries, on_change=on_change)
+        known = {trial.index: trial for trial in trials}
+        loop = SweepLoop(work, chosen, runner, goal, folder, known, retries, on_change)
         result = loop.run(header if resume is None else None)
     if result.failed and on_failure == "raise":
         listing = "\n".join(f"  trial {trial.index} {result.shown(trial)}: {trial.error}" for trial in result.failed)
