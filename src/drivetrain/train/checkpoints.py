@@ -156,9 +156,6 @@ def _checkpointer(state: State, **settings: Any) -> "Checkpointer":
     return Checkpointer(state, **settings)
 
 
-# ---------------------------------------------------------------------------------------------------- by hand
-
-
 def save_checkpoint(
     state: State,
     runtime: TrainerRuntime,

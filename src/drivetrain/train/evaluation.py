@@ -101,8 +101,6 @@ class EvaluationLoop(TrainerHooks):
     engine: Engine
     _handle_requests: Callable[[], None]  # a method of `TrainerLoop`
 
-    # ------------------------------------------------------------------ evaluation
-
     @property
     def evaluates_inside_epochs(self) -> bool:
         """Whether `eval_interval` requests evaluations inside epochs, which then count like those after an epoch."""

@@ -107,9 +107,6 @@ def _shown(value: object, depth: int = 0) -> str:
     return type(value).__name__
 
 
-# ---------------------------------------------------------------------------------------------------- before the loss
-
-
 def check_loss_inputs(loss_func: object, outputs: object, targets: object) -> None:
     """Check the first batch before a loss of torch receives it: outputs must be a tensor, and labels must be valid classes.
 

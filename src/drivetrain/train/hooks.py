@@ -93,8 +93,6 @@ class TrainerHooks:
 
     plan: "Strategy | None" = None  # as it was applied to the state
 
-    # ------------------------------------------------------------------ what the trainer holds
-
     @property
     def loss_func(self) -> Any:
         """The loss function `(outputs, targets) -> loss`, or None if the model returns its loss."""

@@ -48,8 +48,6 @@ class TrainerLoop(EvaluationLoop):
     _prepare_loop: Callable[[], None]  # a method of `Trainer`
     _calls: StepCalls  # of the current epoch; they refer to the trainer, so they are deleted at its end
 
-    # ------------------------------------------------------------------ the training run
-
     def _run_training(self) -> None:
         """Run epochs until a limit, a stop or an error; always end in good order."""
         run, state, agreement = self.run, self.state, self.run.agreement
@@ -391,8 +389,6 @@ class TrainerLoop(EvaluationLoop):
             self._handle(request)
         return ended
 
-    # ------------------------------------------------------------------ accumulation
-
     def _perform_micro_batches(self, batch: object) -> None:
         """Split one batch, accumulate its gradients, and show plugins the whole batch once, before the last backward."""
         run, state, synchronises = self.run, self.state, self.run.stepper.synchronises
@@ -414,8 +410,6 @@ class TrainerLoop(EvaluationLoop):
                     state.batch, state.batch_output = part, output  # its weight is that of its own items
                 self._backward(output)
         state.batch, state.batch_output = batch, whole
-
-    # ------------------------------------------------------------------ stopping
 
     def _handle_requests(self) -> None:
         """Act on a stop or a signal of any rank, outside a step, on all ranks at the same place."""

@@ -324,8 +324,6 @@ class InMemoryRunHistory(RunHistory):
         self._current_epoch, self._prefix = state["current_epoch"], state["prefix"]
         self._batches_before = state.get("batches_before", 0)
 
-    # ------------------------------------------------------------------ the file next to the checkpoints
-
     def prepare_side_file(self, folder: Path) -> tuple[Reference, Callable[[], None]]:
         """Return the reference for a checkpoint in this folder, and what must write the values before that becomes valid."""
         self._read(wait=True)
@@ -353,8 +351,6 @@ class InMemoryRunHistory(RunHistory):
         counts = {name: (values, len(values)) for name, values in series.items()}
         self._files[folder] = HistoryFile(folder, reference.size, reference.name, counts)
         return series
-
-    # ------------------------------------------------------------------ values on a device
 
     def _read(self, wait: bool) -> None:
         """Take in values that have arrived from a device, and send those that have collected; `wait` waits for all of them."""

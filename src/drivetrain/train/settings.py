@@ -309,9 +309,6 @@ def check_limit(name: str, value: object) -> None:
         check_count(name, value, at_least=0, hint=" batches, or a fraction in (0, 1]")
 
 
-# ---------------------------------------------------------------------- the facts of a run
-
-
 @dataclass(frozen=True)
 class TrainerRunConfig:
     """The settings of `train()` and the values derived from them."""
