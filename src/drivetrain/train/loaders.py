@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from drivetrain.context.moving import move_to_device
-from drivetrain.core.arguments import naming
 from drivetrain.core.errors import ConfigError, warn
 from drivetrain.core.types import Settings
 from drivetrain.data.columns import find_columns
@@ -32,7 +31,6 @@ from drivetrain.runtime.ranks import (
     set_data_ranks,
 )
 from drivetrain.runtime.seeds import seed_worker
-from drivetrain.train.arguments import check_dataset
 from drivetrain.train.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -304,22 +302,6 @@ def token_counter(batch: object) -> Callable[..., int] | None:
     if isinstance(first, Tensor) and first.dtype in (torch.int64, torch.int32) and first.dim() == 2:
         return lambda batch: batch[0].numel()
     return None
-
-
-def make_prediction_loader(
-    device: torch.device | str,
-    dataset: object,
-    batch_size: int,
-    kwargs: Mapping[str, object] | None,
-    collate_fn: object,
-) -> Any:
-    """Return a loader over a dataset in its own order."""
-    check_dataset("dataset", dataset)
-    if is_ready_loader(dataset):
-        return dataset
-    defaults = {"shuffle": False, **default_kwargs(device, dataset, batch_size)}
-    with naming("dataloader_kwargs", kwargs):
-        return SmartDataLoader(dataset, collate_fn=collate_fn, **merge_kwargs(dataset, defaults, kwargs))
 
 
 LIMIT_BATCHES_ENV_VAR = "PT_ACC_LIMIT_BATCHES"

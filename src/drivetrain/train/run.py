@@ -105,15 +105,12 @@ class LossStep:
 
 
 class EvaluationState:
-    """Counts the evaluations of each set, and stores which sets an interrupted evaluation has finished.
-
-    `sets` are the loaders of the run by the name of their set; the only one has the name "".
-    """
+    """Counts the evaluations of each set, and stores which sets an interrupted evaluation has finished."""
 
     def __init__(self, evaluation_loader: object = None):
         several = evaluation_loader if isinstance(evaluation_loader, loaders.EvaluationLoaders) else None
         single = {} if evaluation_loader is None else {"": evaluation_loader}
-        self.sets: dict[str, object] = single if several is None else dict(several.items())
+        self.sets: dict[str, object] = single if several is None else dict(several.items())  # the only one is called ""
         self.counts = dict.fromkeys(self.sets, 0)
         self.finished: list[str] = []  # sets that need not be evaluated again in an evaluation that was interrupted
 

@@ -352,10 +352,8 @@ def count_update_steps(num_batches: int, num_processes: int, gradient_accumulati
     >>> count_update_steps(20, num_processes=4, gradient_accumulation_steps=1)
     (80, 20)
     """
-    return (
-        math.ceil(num_batches * num_processes / gradient_accumulation_steps),
-        math.ceil(num_batches / gradient_accumulation_steps),
-    )
+    steps = num_batches / gradient_accumulation_steps
+    return math.ceil(num_batches * num_processes / gradient_accumulation_steps), math.ceil(steps)
 
 
 def _copy_containers(value: object) -> object:
@@ -369,30 +367,24 @@ def _copy_containers(value: object) -> object:
 #     create_scheduler_fn = partial(OneCycleLR, max_lr=0.1, total_steps=P.NUM_EPOCHS * P.PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH)
 
 _SYMBOLS: dict[str, Callable[..., object]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
-    "//": operator.floordiv,
-}
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "//": operator.floordiv,
+}  # fmt: skip
 
 
-def _operation(symbol: str) -> Callable[[object, object], "PlaceholderExpression"]:
-    return lambda left, right: PlaceholderExpression(symbol, left, right)
-
-
-def _reflected(symbol: str) -> Callable[[object, object], "PlaceholderExpression"]:
-    return lambda right, left: PlaceholderExpression(symbol, left, right)
+def _methods(symbol: str) -> tuple[Callable[..., "PlaceholderExpression"], Callable[..., "PlaceholderExpression"]]:
+    """Return the methods of an operator for a placeholder on its left and on its right."""
+    make = lambda left, right: PlaceholderExpression(symbol, left, right)
+    return make, lambda right, left: make(left, right)
 
 
 class _Arithmetic:
     """Gives a class `+ - * / //` on either side, each of which makes an expression."""
 
-    __add__, __radd__ = _operation("+"), _reflected("+")
-    __sub__, __rsub__ = _operation("-"), _reflected("-")
-    __mul__, __rmul__ = _operation("*"), _reflected("*")
-    __truediv__, __rtruediv__ = _operation("/"), _reflected("/")
-    __floordiv__, __rfloordiv__ = _operation("//"), _reflected("//")
+    __add__, __radd__ = _methods("+")
+    __sub__, __rsub__ = _methods("-")
+    __mul__, __rmul__ = _methods("*")
+    __truediv__, __rtruediv__ = _methods("/")
+    __floordiv__, __rfloordiv__ = _methods("//")
 
 
 class PlaceholderExpression(_Arithmetic):

@@ -415,11 +415,14 @@ class Trainer(TrainerLoop):
         if chosen is not None and padding_value is None:
             padding_value = padding_token(self.model)
         loaders.use_data_ranks(self.run.shared)
-        loader = loaders.make_prediction_loader(
-            self.device, dataset, per_device_batch_size, dataloader_kwargs, collate_fn
-        )
+        arguments.check_dataset("dataset", dataset)
+        if not loaders.is_ready_loader(dataset):
+            defaults = {"shuffle": False, **loaders.default_kwargs(self.device, dataset, per_device_batch_size)}
+            with naming("dataloader_kwargs", dataloader_kwargs):
+                kwargs = loaders.merge_kwargs(dataset, defaults, dataloader_kwargs)
+                dataset = SmartDataLoader(dataset, collate_fn=collate_fn, **kwargs)
         self.model = loaders.move_model(self.runtime, self.model)
-        loader = loaders.prepare(self.device, loader, limit_batches)
+        loader = loaders.prepare(self.device, dataset, limit_batches)
         with self._reporting_errors(), with_attributes(self.run, generate=chosen):
             return run_prediction(self, loader, to_cpu, padding_value, generates=chosen is not None)
 
