@@ -39,9 +39,9 @@ def replace_fields(value: T, changes: Mapping[str, object]) -> T:
 
 
 @contextmanager
-def with_attributes(owner: object, **values: object) -> Iterator[None]:
-    """Give an object other attributes inside the block, and restore its own afterwards."""
-    before = {name: getattr(owner, name) for name in values}
+def with_attributes(owner: object, *kept: str, **values: object) -> Iterator[None]:
+    """Give an object other values inside the block. Afterwards restore those, and attributes that are only named."""
+    before = {name: getattr(owner, name) for name in (*kept, *values)}
     try:
         for name, value in values.items():
             setattr(owner, name, value)

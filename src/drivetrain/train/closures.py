@@ -163,9 +163,9 @@ class WindowRepeat:
             rng_kept(),
             with_attributes(self, is_wanted=False),
             with_attributes(run, fire=engine.on, measures=Measures(train_items=run.measures.train_items)),  # never read
-            with_attributes(run.data, source=run.data.source),
-            with_attributes(stepper, scaler=scaler, synchronises=False, is_finished=stepper.is_finished),
-            with_attributes(state, **{name: getattr(state, name) for name in _STEP_FIELDS}),
+            with_attributes(run.data, "source"),
+            with_attributes(stepper, "synchronises", "is_finished", scaler=scaler),
+            with_attributes(state, *_STEP_FIELDS),
         ):
             try:
                 yield

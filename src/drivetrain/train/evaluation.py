@@ -42,12 +42,11 @@ def evaluation_mode(
     """Give an evaluation its own loss tracker and events. Restore modes, batch and random states, also after an error."""
     state, run = trainer.state, trainer.run
     training_data = (state.dataloader, state.dataloader_label, state.dataloader_len)
-    step = {name: getattr(state, name) for name in ("batch", "batch_output", "outputs", "loss")}
     with (
         rng_kept(),
         with_attributes(run, is_evaluating=True),
         with_attributes(run.measures, tracker=LossTracker(), logged={}),
-        with_attributes(state, is_intermediate=is_intermediate, **step),
+        with_attributes(state, "batch", "batch_output", "outputs", "loss", is_intermediate=is_intermediate),
         own_events(run.loss, Event.EVAL_AFTER_FORWARD),
         restored_modes(state.model),
         evaluating_optimizer(trainer.optimizer),

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 LONGEST_SWEEP = 1_000_000
 IGNORED_START, IGNORED_END = 10, 1  # the first losses are noise, the last one is the divergence
-_KEPT = ("run", "train_dataset", "eval_dataset", "create_scheduler_fn", "collate_fn")
 
 
 @dataclass(frozen=True)
@@ -116,12 +115,11 @@ def _restored(trainer: "Trainer") -> Iterator[None]:
     model = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
     optimizer = map_tensors(lambda tensor: tensor.detach().clone(), trainer.optimizer.state_dict())
     state, clock = trainer.state, trainer.state.clock.state_dict()
-    kept = {name: getattr(trainer, name) for name in _KEPT}
     with (
         rng_kept(),
-        with_attributes(trainer.run.shared, scheduler_is_ours=trainer.run.shared.scheduler_is_ours),
-        with_attributes(state, schedulers=state.schedulers),
-        with_attributes(trainer, **kept),
+        with_attributes(trainer.run.shared, "scheduler_is_ours"),
+        with_attributes(state, "schedulers"),
+        with_attributes(trainer, "run", "train_dataset", "eval_dataset", "create_scheduler_fn", "collate_fn"),
         restored_modes(trainer.model),
     ):
         try:
