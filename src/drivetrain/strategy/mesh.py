@@ -6,15 +6,15 @@ group. Only `data` is resized to the number of processes.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from drivetrain.core.errors import PlanInfeasible, StrategyError
 from drivetrain.runtime.collectives import made_once
 from drivetrain.runtime.ranks import clear_data_ranks, get_num_processes, get_rank, set_data_ranks
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("pipe", "data", "zero", "sequence", "tensor")
 """Outermost first, as a plan that chooses for itself lays them out."""
@@ -75,7 +75,7 @@ def mesh_size(mesh: Iterable[tuple[str, int]]) -> int:
     return math.prod(size for _, size in mesh)
 
 
-def build_mesh(axes: Axes, rank_order: Sequence[int] | None, device_type: str) -> "DeviceMesh | None":
+def build_mesh(axes: Axes, rank_order: Sequence[int] | None, device_type: str) -> DeviceMesh | None:
     """Return the DeviceMesh of the axes and set which samples this rank reads; None on one process.
 
     Every rank must call this with the same arguments.
@@ -84,23 +84,19 @@ def build_mesh(axes: Axes, rank_order: Sequence[int] | None, device_type: str) -
         clear_data_ranks()
         return None
     order = None if rank_order is None else tuple(rank_order)
-    mesh = made_once((axes, order, device_type), lambda: _new_mesh(axes, order, device_type))
+    names, shape = zip(*axes[::-1])
+
+    def make() -> DeviceMesh:
+        if order is None:
+            return init_device_mesh(device_type, shape, mesh_dim_names=names)
+        return DeviceMesh(device_type, torch.tensor(order).view(shape), mesh_dim_names=names)
+
+    mesh = made_once((axes, order, device_type), make)
     _set_data_ranks(mesh, dict(axes))
     return mesh
 
 
-def _new_mesh(axes: Axes, rank_order: tuple[int, ...] | None, device_type: str) -> "DeviceMesh":
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-    outer_first = axes[::-1]
-    shape, names = tuple(size for _, size in outer_first), tuple(axis for axis, _ in outer_first)
-    if rank_order is None:
-        return init_device_mesh(device_type, shape, mesh_dim_names=names)
-    return DeviceMesh(device_type, torch.tensor(rank_order).view(shape), mesh_dim_names=names)
-
-
-def _set_data_ranks(mesh: "DeviceMesh", axes: Mapping[str, int]) -> None:
+def _set_data_ranks(mesh: DeviceMesh, axes: Mapping[str, int]) -> None:
     """Set which share of each global batch this rank reads."""
     present = [axis for axis in DATA_AXES if axes.get(axis, 1) > 1]
     size = math.prod(axes[axis] for axis in present)
@@ -115,27 +111,23 @@ def _set_data_ranks(mesh: "DeviceMesh", axes: Mapping[str, int]) -> None:
         set_data_ranks(rank, size, _group_of_all(mesh, present))
 
 
-def gradient_group(mesh: "DeviceMesh") -> "ProcessGroup | None":
+def gradient_group(mesh: DeviceMesh) -> ProcessGroup | None:
     """Return this rank's group along all axes over which gradients are averaged; every rank must call this."""
-    import torch.distributed as dist
-
     present = [name for name in (mesh.mesh_dim_names or ()) if name in GRADIENT_AXES and mesh[name].size() > 1]
     if math.prod(mesh[name].size() for name in present) == get_num_processes():
         return dist.group.WORLD
     return mesh.get_group(present[0]) if len(present) == 1 else _group_of_all(mesh, present)
 
 
-def _group_of_all(mesh: "DeviceMesh", axes: Sequence[str]) -> "ProcessGroup | None":
+def _group_of_all(mesh: DeviceMesh, axes: Sequence[str]) -> ProcessGroup | None:
     """Return this rank's group along several axes at once; every rank makes all of them, in one order."""
     names = list(mesh.mesh_dim_names or ())
     kept = [names.index(axis) for axis in axes]
     others = [index for index in range(len(names)) if index not in kept]
-    rows = mesh.mesh.permute(*others, *kept).reshape(-1, math.prod(mesh.mesh.shape[index] for index in kept))
-    return made_once(tuple(map(tuple, rows.tolist())), lambda: _new_group(rows.tolist()))
+    rows = mesh.mesh.permute(*others, *kept).reshape(-1, math.prod(mesh.mesh.shape[index] for index in kept)).tolist()
 
+    def make() -> ProcessGroup | None:
+        groups = [dist.new_group(ranks) for ranks in rows]
+        return next((group for group, ranks in zip(groups, rows) if get_rank() in ranks), None)
 
-def _new_group(rows: Sequence[Sequence[int]]) -> "ProcessGroup | None":
-    import torch.distributed as dist
-
-    groups = [dist.new_group(list(ranks)) for ranks in rows]
-    return next((group for group, ranks in zip(groups, rows) if get_rank() in ranks), None)
+    return made_once(tuple(map(tuple, rows)), make)

@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Ty
 import torch
 from torch import nn
 
-from drivetrain.core.errors import ConfigError, DrivetrainWarning, MethodConfigError, did_you_mean, unknown_name
+from drivetrain.core.errors import (
+    ConfigError,
+    DrivetrainWarning,
+    MethodConfigError,
+    StrategyError,
+    did_you_mean,
+    unknown_name,
+)
 from drivetrain.core.types import Settings
 from drivetrain.module.blocks import select_modules
 from drivetrain.module.wrapping import written_class
@@ -190,6 +197,12 @@ class Method(Generic[C]):
 
     def check(self, config: C, site: Site) -> None:
         """Raise if the method cannot run with this configuration. Nothing has changed yet."""
+
+    def require_axis(self, site: Site, size: int = 2) -> None:
+        """Raise unless the mesh has the method's axis; `size` is an example of one."""
+        if site.axis(str(self.axis)) == 1:
+            example = f"('parallel_mode', [({self.axis!r}, {size}), ('data', 1)])"
+            raise StrategyError(f"{self.name}: the mesh has no {self.axis!r} axis. Add {example} or another size.")
 
     def clash(self, config: C, others: Mapping[str, Any], device: torch.device) -> str | None:
         """Return why the configuration contradicts that of another method, and what to do; None if it does not."""

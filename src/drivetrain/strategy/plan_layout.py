@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from drivetrain.context.context import Context
@@ -30,7 +31,6 @@ from drivetrain.runtime.ranks import is_master
 from drivetrain.strategy.method import Site
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
 
 STAGES = "pipeline_stages"
@@ -43,8 +43,8 @@ COPIES = "copies"
 class PlanLayout:
     """What a plan adds to the Context that it was applied to: how its state is saved and loaded."""
 
-    mesh: "DeviceMesh | None" = None
-    copies: "DeviceMesh | None" = None
+    mesh: DeviceMesh | None = None
+    copies: DeviceMesh | None = None
     """The mesh on which parameters that are sharded once for each tensor rank are saved."""
 
     def save(self, context: Context, full: bool) -> StateDict:
@@ -187,18 +187,16 @@ def _share_of_optimizer(saved: StateDict, others: frozenset[str]) -> StateDict:
     return {**saved, "state": state, "param_groups": groups}
 
 
-def mesh_of_copies(site: Site, mesh: "DeviceMesh | None") -> "DeviceMesh | None":
+def mesh_of_copies(site: Site, mesh: DeviceMesh | None) -> DeviceMesh | None:
     """Return the mesh of all ranks with its tensor axis renamed, or None if nothing needs it. Every rank must call this."""
     if mesh is None or site.axis("tensor") in (1, site.world) or site.axis("pipe") > 1:
         return None
-    from torch.distributed.device_mesh import DeviceMesh
-
     names = tuple(COPIES if name == "tensor" else name for name in mesh.mesh_dim_names or ())
     kind, ranks = site.device.type, mesh.mesh
     return made_once((kind, names, str(ranks.tolist())), lambda: DeviceMesh(kind, ranks, mesh_dim_names=names))
 
 
-def with_copies(state: StateDict, mesh: "DeviceMesh") -> StateDict:
+def with_copies(state: StateDict, mesh: DeviceMesh) -> StateDict:
     """Return a state in which the shards of single tensor ranks are placed on the mesh of all ranks."""
 
     axes = mesh.mesh_dim_names or ()
@@ -220,7 +218,7 @@ def with_copies(state: StateDict, mesh: "DeviceMesh") -> StateDict:
     return tree_map_only(Tensor, show, state)
 
 
-def without_copies(state: StateDict, mesh: "DeviceMesh") -> StateDict:
+def without_copies(state: StateDict, mesh: DeviceMesh) -> StateDict:
     """Return a state in which tensors with copies are those of this tensor rank again."""
 
     def take(tensor: Tensor) -> Tensor:
@@ -234,7 +232,7 @@ def without_copies(state: StateDict, mesh: "DeviceMesh") -> StateDict:
     return tree_map_only(Tensor, take, state)
 
 
-def _placed(tensor: Any, mesh: "DeviceMesh", layouts: "list[Placement]") -> Tensor:
+def _placed(tensor: Any, mesh: DeviceMesh, layouts: "list[Placement]") -> Tensor:
     """Return the same local tensor in another layout of the same whole."""
     from torch.distributed.tensor import DTensor
 

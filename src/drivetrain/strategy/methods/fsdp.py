@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from drivetrain.core.errors import ConfigError, ConflictError
 from drivetrain.core.types import Settings
 from drivetrain.module.blocks import select_modules
 from drivetrain.module.optimizers import split_optimizer
+from drivetrain.module.pipeline_parts import StagePart
 from drivetrain.module.sharding import shard_fully
 from drivetrain.runtime.ranks import data_group
 from drivetrain.strategy.mesh import GRADIENT_AXES
@@ -29,10 +31,9 @@ from drivetrain.strategy.method import (
     is_whole,
     selected,
 )
+from drivetrain.strategy.snapshot import materialise
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from drivetrain.strategy.method import Application, Candidate, Effects, SearchScope
 
 SHARDING = frozenset({"fsdp", "zero2"})
@@ -147,9 +148,6 @@ def shard_over_data(ctx: "Application", config: FsdpConfig) -> None:
     """Shard the model over the data axes of the mesh. A requested precision becomes the mixed-precision policy."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-    from drivetrain.module.pipeline_parts import StagePart
-    from drivetrain.strategy.snapshot import materialise
-
     axes = [axis for axis in ("data", "zero") if ctx.plan.site.axis(axis) > 1]
     mesh = shard_mesh(ctx.mesh, axes, has_sequence=ctx.plan.site.axis("sequence") > 1)
     dtype, reduce_dtype = ctx.autocast_dtype, getattr(torch, config.reduce_dtype)
@@ -187,7 +185,7 @@ def sharding_options(method: Method, scope: "SearchScope") -> list[Option]:
     return method.flag_options(scope, is_sensible) if scope.world > 1 else []
 
 
-def shard_mesh(mesh: "DeviceMesh", axes: list[str], has_sequence: bool = False) -> "DeviceMesh":
+def shard_mesh(mesh: DeviceMesh, axes: list[str], has_sequence: bool = False) -> DeviceMesh:
     """Return the part of the mesh to shard over: one axis, or `data` outside and `zero` inside for hybrid sharding.
 
     Ranks along `sequence` hold the same parameters, so they shard them too, together with the innermost of the others.

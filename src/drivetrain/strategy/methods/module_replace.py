@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from drivetrain.core.errors import ConfigError, ConfigTypeError, MethodConfigError, unknown_name
 from drivetrain.core.types import Settings
@@ -247,8 +248,6 @@ def fuse_attention(model: nn.Module, run: Callable[[nn.Module], object] | None) 
 
 
 def _largest_difference(expected: object, given: object) -> float:
-    from torch.utils._pytree import tree_leaves
-
     largest = 0.0
     for a, b in zip(tree_leaves(expected), tree_leaves(given)):
         if isinstance(a, Tensor) and (a.is_floating_point() or not isinstance(b, Tensor) or a.shape != b.shape):

@@ -13,11 +13,11 @@ from drivetrain.core.errors import (
     ConfigError,
     ConflictError,
     MethodConfigError,
-    StrategyError,
     UnsupportedMethodError,
     unknown_name,
 )
 from drivetrain.core.types import Settings
+from drivetrain.module.blocks import repeated_blocks
 from drivetrain.strategy.method import Method, Option, Positive, Site, Stage, config_errors
 from drivetrain.strategy.methods.fsdp import SHARDING
 
@@ -106,10 +106,7 @@ class PipelineParallel(Method):
         return values
 
     def check(self, config: PipelineConfig, site: Site) -> None:
-        if site.axis("pipe") == 1:
-            raise StrategyError(
-                "pipeline_parallel: the mesh has no 'pipe' axis. Add ('parallel_mode', [('pipe', 2), ('data', 1)]) or another size."
-            )
+        self.require_axis(site)
         stages, schedule, microbatches = self.shape(config, site.axis("pipe"))
         if schedule == "Interleaved1F1B" and microbatches % site.axis("pipe"):
             raise self.bad(
@@ -145,8 +142,6 @@ class PipelineParallel(Method):
 
     def apply(self, ctx: "Application", config: PipelineConfig) -> None:
         """Split the model and replace it by this rank's stages."""
-        import torch.distributed as dist
-
         from drivetrain.module.pipeline import split_model
         from drivetrain.module.pipeline_schedule import PipelinedModel
 
@@ -162,7 +157,7 @@ class PipelineParallel(Method):
         with config_errors("pipeline_parallel: "):
             split = split_model(ctx.model, stages, split=config.split, given=given)
         group = ctx.mesh.get_group("pipe")
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        rank, ranks = group.rank(), group.size()
         own = range(rank, stages, ranks)
         _check_whole_blocks(ctx, split)
         for names in split.tied:
@@ -210,8 +205,6 @@ def _check_methods(ctx: "Application", schedule: str) -> None:
 
 def _check_whole_blocks(ctx: "Application", split: Any) -> None:
     """Reject methods that work on blocks where a block is not a step of a stage any more, so that they would do nothing."""
-    from drivetrain.module.blocks import repeated_blocks
-
     steps = {name for part in split.parts for name in part.targets}
     blocks = [name for name, _ in repeated_blocks(ctx.model)]
     for method in ("checkpoint", "native_dynamo"):

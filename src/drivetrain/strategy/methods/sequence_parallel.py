@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from drivetrain.core.errors import ConflictError, MethodConfigError, StrategyError, UnsupportedMethodError
+from drivetrain.core.errors import ConflictError, MethodConfigError, UnsupportedMethodError
 from drivetrain.core.types import Settings
 from drivetrain.strategy.mesh import gradient_group
 from drivetrain.strategy.method import Function, Method, Positive, Site, Stage, as_selectors, is_whole
 from drivetrain.strategy.profile.values import divides_heads
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from drivetrain.strategy.method import Application, Effects, SearchScope
 
 _LARGEST = 16
@@ -82,11 +81,7 @@ class SequenceParallel(Method):
 
     def check(self, config: SequenceParallelConfig, site: Site) -> None:
         size = site.axis("sequence")
-        if size == 1:
-            wanted = config.sp_size or 2
-            raise StrategyError(
-                f"sequence_parallel: the mesh has no 'sequence' axis. Add ('parallel_mode', [('sequence', {wanted}), ('data', 1)])."
-            )
+        self.require_axis(site, config.sp_size or 2)
         if config.sp_size not in (None, size):
             raise MethodConfigError(
                 f"sequence_parallel: sp_size={config.sp_size}, but the mesh has a sequence axis of {size}. Use the same number, or remove "
@@ -138,14 +133,14 @@ class SequenceParallel(Method):
         ctx.ddp_settings["process_group"] = gradient_group(ctx.mesh)
 
 
-def split_input(split: Callable[..., Any], group: "ProcessGroup", inner: Any, data: Any, device: Any) -> Any:
+def split_input(split: Callable[..., Any], group: ProcessGroup, inner: Any, data: Any, device: Any) -> Any:
     """Prepare a model's input and return this rank's part of it."""
     from drivetrain.strategy.apply import prepared_input
 
     return split(prepared_input(data, device, inner), group.size(), group.rank())
 
 
-def mean_over_sequence(group: "ProcessGroup", loss_func: Callable[..., Any]) -> Callable[..., Any]:
+def mean_over_sequence(group: ProcessGroup, loss_func: Callable[..., Any]) -> Callable[..., Any]:
     """Return a loss that shows its mean over the ranks of the sequence, while each rank keeps the gradient of its own part."""
     from drivetrain.strategy.stepping import with_first
 

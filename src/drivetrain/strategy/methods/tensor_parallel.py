@@ -8,8 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from drivetrain.core.errors import ConflictError, MethodConfigError, StrategyError
+from drivetrain.core.errors import ConflictError, MethodConfigError
 from drivetrain.core.types import Settings
 from drivetrain.module.distributed_tensors import synchronise
 from drivetrain.module.tensor_parallel import STYLES, expand_tp_plan, find_tp_plan, parallelize, split_head
@@ -18,10 +19,9 @@ from drivetrain.strategy.method import Method, Option, Site, Stage, config_error
 from drivetrain.strategy.methods.fsdp import SHARDING
 from drivetrain.strategy.profile.values import divides_heads
 from drivetrain.strategy.registry import find_method
+from drivetrain.strategy.snapshot import initialise
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from drivetrain.module.sequence_pieces_check import PiecePlan
     from drivetrain.strategy.method import Application, Candidate, Effects, SearchScope
 
@@ -93,10 +93,7 @@ class TensorParallel(Method):
         return (*own, ("zero2", find_method("zero2").parse({"wrap": units})))
 
     def check(self, config: TensorParallelConfig, site: Site) -> None:
-        if site.axis("tensor") == 1:
-            raise StrategyError(
-                "tensor_parallel: the mesh has no 'tensor' axis. Add ('parallel_mode', [('tensor', 2), ('data', 1)]) or another size."
-            )
+        self.require_axis(site)
         if site.model is not None:
             expanded, _ = self._expanded(config, site)
             if config.sequence_parallel:
@@ -174,7 +171,7 @@ class TensorParallel(Method):
         for remark in remarks:
             ctx.note(f"tensor_parallel: {remark}")
 
-    def _run_on_pieces(self, ctx: "Application", mesh: "DeviceMesh", pieces: "PiecePlan") -> None:
+    def _run_on_pieces(self, ctx: "Application", mesh: DeviceMesh, pieces: "PiecePlan") -> None:
         """Let the blocks that this rank holds run on pieces of the sequence."""
         from drivetrain.module.sequence_pieces import run_on_pieces
 
@@ -193,10 +190,8 @@ class TensorParallel(Method):
         )
 
 
-def _initialise(ctx: "Application", mesh: "DeviceMesh", name: str, module: nn.Module) -> None:
+def _initialise(ctx: "Application", mesh: DeviceMesh, name: str, module: nn.Module) -> None:
     """Give one module of a model on the meta device memory, and all ranks the same values."""
-    from drivetrain.strategy.snapshot import initialise
-
     sharding = next(filter(None, map(ctx.plan.config, SHARDING)), None)
     module.to_empty(device=ctx.device, recurse=False)
     initialise(name, module, getattr(sharding, "param_init_fn", None))

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.runtime.collectives import all_gather_values, broadcast_from_master
@@ -203,8 +204,6 @@ class TrialPool(AbstractContextManager["TrialPool"]):
         if len(set(hosts)) == 1:
             self._meeting = store_variables(folder)
             return
-        from torch.distributed import TCPStore
-
         world = launched_world()
         host = str(hosts[0]) if world is None or world.master_addr is None else world.master_addr
         if get_rank() == 0:
