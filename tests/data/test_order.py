@@ -105,7 +105,7 @@ def test_a_long_order_crosses_the_blocks_in_which_it_is_cut():
 
 
 def test_a_rank_without_samples_gets_one_marked_copy():
-    infos = [next(sliced_batches(None, 2, 0, 0, RankShare(rank, 4, 1, False))) for rank in range(4)]
+    infos = [next(sliced_batches(range(2), 0, 0, RankShare(rank, 4, 1, False))) for rank in range(4)]
     assert [(info.size, info.pad, list(info.rows)) for info in infos] == [
         (1, 0, [0]),
         (1, 0, [1]),
@@ -116,7 +116,7 @@ def test_a_rank_without_samples_gets_one_marked_copy():
 
 
 def test_infos_tell_the_place():
-    infos = list(sliced_batches(None, 11, 5, 0, RankShare(1, 2, 2, False)))
+    infos = list(sliced_batches(range(11), 5, 0, RankShare(1, 2, 2, False)))
     assert [(i.epoch, i.index, i.first, i.size, i.global_size, i.pad, i.end, i.last) for i in infos] == [
         (5, 0, 2, 2, 4, 0, 4, False),
         (5, 1, 6, 2, 4, 0, 8, False),

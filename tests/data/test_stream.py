@@ -217,10 +217,10 @@ def test_a_stateful_stream_is_not_read_again():
 @pytest.mark.parametrize("length", [11, 12, 13])
 def test_filtered_ranks_together_read_the_stream_once(world, length):
     def read(rank, position=0):
-        reader = FilterReader(Stream(length), list, batched=True, rng="sample", own_collate=False)
+        reader = FilterReader(Stream(length), list, batched=True, rng="sample")
         return list(reader.batches(StreamStart(0, 5, 0, position, RankShare(rank, world, 4 // world, False))))
 
-    one = FilterReader(Stream(length), list, batched=True, rng="sample", own_collate=False)
+    one = FilterReader(Stream(length), list, batched=True, rng="sample")
     expected = [
         sample for _, batch in one.batches(StreamStart(0, 5, 0, 0, RankShare(0, 1, 4, False))) for sample in batch
     ]

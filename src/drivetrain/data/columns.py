@@ -11,7 +11,7 @@ most 1 GiB that takes at most a tenth of the free memory, and logs it once; `res
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +25,15 @@ from drivetrain.core.display import shown_bytes
 from drivetrain.core.errors import ParameterError
 from drivetrain.runtime.device import choose_device, device_memory
 
+if TYPE_CHECKING:
+    from drivetrain.data.loader import SmartDataLoader
+
+logger = logging.getLogger(__name__)
+
+AUTO_BYTES = 2**30
+AUTO_FRACTION = 0.1
+
+Residence = bool | Literal["auto"]
 Gather = Callable[[Any], Any]
 """Makes a batch from rows: a tensor of indices, or a range."""
 
@@ -43,23 +52,18 @@ class Columns:
     @property
     def num_bytes(self) -> int:
         """Memory of the rows that are used."""
-        return sum(leaf[:1].numel() * leaf.element_size() * self.length for leaf in self.leaves)
+        return sum(leaf[:1].nbytes * self.length for leaf in self.leaves)
 
-    def gather(self, pinned: bool = False) -> Gather:
-        """Return the function that makes a batch of the rows a tensor names; `pinned` puts it into page-locked memory."""
-        subset = self.subset
-        rows_of = _compile(self.tree, _select_pinned if pinned else _select)
-        if subset is None:
-            return rows_of
-        return lambda rows: rows_of(subset.index_select(0, rows))
+    def gathers(self, pinned: bool = False) -> tuple[Gather, Gather]:
+        """Return two functions that make a batch: of the rows that a tensor names, and of neighbouring rows, given as a range.
 
-    def gather_range(self, pinned: bool = False) -> Gather:
-        """Return the function that makes a batch of neighbouring rows, given as a range."""
+        `pinned` puts batches into page-locked memory.
+        """
         subset = self.subset
+        select = _compile(self.tree, _select_pinned if pinned else _select)
         if subset is None:
-            return _compile(self.tree, _copy_range_pinned if pinned else _copy_range)
-        rows_of = _compile(self.tree, _select_pinned if pinned else _select)
-        return lambda rows: rows_of(subset[rows.start : rows.stop])
+            return select, _compile(self.tree, _copy_range_pinned if pinned else _copy_range)
+        return lambda rows: select(subset.index_select(0, rows)), lambda rows: select(subset[rows.start : rows.stop])
 
     def cast(self, dtype: torch.dtype) -> "Columns":
         """Return the data with floating-point tensors as `dtype`."""
@@ -110,28 +114,21 @@ def _column_tree(dataset: object) -> object:
             return None
         tree = tuple(_as_column(tensor) for tensor in dataset.tensors)
         return tree if tree and all(leaf is not None for leaf in tree) else None
-    if isinstance(dataset, Tensor | np.ndarray):
-        return _as_column(dataset)
-    if isinstance(dataset, dict | tuple) and dataset and all(_is_column(item) for item in _items(dataset)):
-        return _map_leaves(_as_column, dataset)
-    return None
+    return _map_leaves(_as_column, dataset) if _is_column(dataset) else None
 
 
 def _is_column(value: object) -> bool:
     if isinstance(value, dict | tuple):
-        return bool(value) and all(_is_column(item) for item in _items(value))
-    return isinstance(value, Tensor | np.ndarray) and value.ndim > 0 and _as_column(value) is not None
+        items = value.values() if isinstance(value, dict) else value
+        return bool(value) and all(map(_is_column, items))
+    return isinstance(value, Tensor | np.ndarray) and _as_column(value) is not None
 
 
 def _as_column(value: Tensor | np.ndarray) -> Tensor | None:
     """Return a tensor whose gathered rows equal the collated samples, or None where that is not so."""
     if isinstance(value, np.ndarray):
-        if (
-            value.ndim == 0
-            or value.dtype.hasobject
-            or not value.dtype.isnative
-            or any(step < 0 for step in value.strides)
-        ):
+        is_plain = value.dtype.isnative and not value.dtype.hasobject and all(step >= 0 for step in value.strides)
+        if value.ndim == 0 or not is_plain:
             return None
         try:
             with warnings.catch_warnings():
@@ -148,21 +145,8 @@ def _as_column(value: Tensor | np.ndarray) -> Tensor | None:
     return value
 
 
-def _items(container: Mapping[object, object] | Sequence[object]) -> list[object]:
-    return list(container.values()) if isinstance(container, dict) else list(container)
-
-
 def _map_leaves(change: Callable[[Any], Any], tree: object) -> object:
     return map_items(tree, partial(_map_leaves, change)) if isinstance(tree, dict | tuple) else change(tree)
-
-
-def _like_mapping(example: dict[object, object], items: dict[object, object]) -> object:
-    """Return the items in a mapping of the same type and with the same extra properties."""
-    if type(example) is dict:
-        return items
-    clone = copy.copy(example)
-    clone.update(items)
-    return clone
 
 
 def _compile(tree: Any, leaf: Callable[[Tensor], Gather]) -> Gather:
@@ -173,7 +157,13 @@ def _compile(tree: Any, leaf: Callable[[Tensor], Gather]) -> Gather:
         named = {name: _compile(item, leaf) for name, item in tree.items()}
         if type(tree) is dict:
             return lambda rows: {name: part(rows) for name, part in named.items()}
-        return lambda rows: _like_mapping(tree, {name: part(rows) for name, part in named.items()})
+
+        def like_tree(rows: object) -> object:
+            clone = copy.copy(tree)  # a mapping of the same type, with the same extra properties
+            clone.update({name: part(rows) for name, part in named.items()})
+            return clone
+
+        return like_tree
     parts = [_compile(item, leaf) for item in tree]
     if hasattr(tree, "_fields"):
         return lambda rows: type(tree)(*[part(rows) for part in parts])
@@ -192,24 +182,18 @@ def _copy_range(leaf: Tensor) -> Gather:
     return lambda rows: narrow(0, rows.start, len(rows))
 
 
+def _empty_pinned(leaf: Tensor, num_rows: int) -> Tensor:
+    return torch.empty((num_rows, *leaf.shape[1:]), dtype=leaf.dtype, pin_memory=True)
+
+
 def _select_pinned(leaf: Tensor) -> Gather:
-    leaf, shape, dtype = leaf.detach(), leaf.shape[1:], leaf.dtype
-
-    def gather(rows: Tensor) -> Tensor:
-        batch = torch.empty((len(rows), *shape), dtype=dtype, pin_memory=True)
-        return torch.index_select(leaf, 0, rows, out=batch)
-
-    return gather
+    leaf = leaf.detach()
+    return lambda rows: torch.index_select(leaf, 0, rows, out=_empty_pinned(leaf, len(rows)))
 
 
 def _copy_range_pinned(leaf: Tensor) -> Gather:
-    leaf, shape, dtype = leaf.detach(), leaf.shape[1:], leaf.dtype
-
-    def gather(rows: range) -> Tensor:
-        batch = torch.empty((len(rows), *shape), dtype=dtype, pin_memory=True)
-        return batch.copy_(leaf.narrow(0, rows.start, len(rows)))
-
-    return gather
+    leaf = leaf.detach()
+    return lambda rows: _empty_pinned(leaf, len(rows)).copy_(leaf.narrow(0, rows.start, len(rows)))
 
 
 class ColumnSamples:
@@ -225,48 +209,32 @@ class ColumnSamples:
         return _map_leaves(lambda leaf: leaf[index], self.columns.tree)
 
 
-if TYPE_CHECKING:
-    from drivetrain.data.loader import SmartDataLoader
-
-logger = logging.getLogger(__name__)
-
-Residence = bool | Literal["auto"]
-
-AUTO_BYTES = 2**30
-AUTO_FRACTION = 0.1
-
-
 def resident_columns(
     columns: Columns | None, device: torch.device, mode: Residence, max_fraction: float | None = None
 ) -> Columns | None:
-    """Return the data on `device`, or None if it stays where it is; `mode` True makes a error an error."""
+    """Return the data on `device`, or None if it stays where it is; with `mode` True it is an error if it cannot move."""
     if mode is False or (mode == "auto" and device.type == "cpu"):
         return None
-    if columns is None:
-        if mode is True:
-            raise ParameterError(
-                "resident=True needs data that is tensors (a TensorDataset, tensors, arrays, a dict or tuple of them) without a "
-                "collate_fn: per-sample Python code cannot run on the device. Give tensors, or resident=False."
-            )
-        return None
-    if columns.device == device:
+    if columns is None and mode is True:
+        raise ParameterError(
+            "resident=True needs data that is tensors (a TensorDataset, tensors, arrays, a dict or tuple of them) without a "
+            "collate_fn: per-sample Python code cannot run on the device. Give tensors, or resident=False."
+        )
+    if columns is None or columns.device == device:
         return columns
     size = columns.num_bytes
     free, _ = device_memory(device)
     limit = min(AUTO_BYTES, AUTO_FRACTION * free) if mode == "auto" else free * (max_fraction or 1.0)
+    if size > limit and mode is True:
+        raise ParameterError(
+            f"resident=True: the data has {shown_bytes(size)}, but {str(device)!r} has {shown_bytes(free)} free, of which "
+            f"{shown_bytes(limit)} may be used. Use resident=False, a smaller dtype, or less data."
+        )
     if size > limit:
-        if mode is True:
-            raise ParameterError(
-                f"resident=True: the data has {shown_bytes(size)}, but {str(device)!r} has {shown_bytes(free)} free, of which "
-                f"{shown_bytes(limit)} may be used. Use resident=False, a smaller dtype, or less data."
-            )
         return None
     placed = columns.to(device)
-    logger.info(
-        "%s of tensor data moved to %s; batches are gathered there (resident=False keeps the data on the host)",
-        shown_bytes(size),
-        device,
-    )
+    text = "%s of tensor data moved to %s; batches are gathered there (resident=False keeps the data on the host)"
+    logger.info(text, shown_bytes(size), device)
     return placed
 
 

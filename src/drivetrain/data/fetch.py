@@ -16,18 +16,16 @@ from drivetrain.core.errors import ParameterError
 from drivetrain.core.types import Batch
 from drivetrain.data.columns import Columns
 from drivetrain.data.order import BatchInfo, Rows, as_indices
-from drivetrain.data.randomness import RngMode, keep_generators, restore_generators, seed_generators
+from drivetrain.data.randomness import RngMode, SeededGenerators, seed_generators
 from drivetrain.runtime.seeds import derive_seed
 
 
 class GatherFetch:
     """Batches of tensor data; there is no user code in it, so it draws no random numbers."""
 
-    draws_random = False
-
     def __init__(self, columns: Columns, pinned: bool = False):
         self.columns = columns
-        self._gather, self._gather_range = columns.gather(pinned), columns.gather_range(pinned)
+        self._gather, self._gather_range = columns.gathers(pinned)
 
     @property
     def can_pin(self) -> bool:
@@ -49,8 +47,6 @@ class GatherFetch:
 class UserFetch:
     """Batches of a dataset's own methods and collation, on generators seeded for the place in the data."""
 
-    draws_random = True
-
     def __init__(self, dataset: Any, collate: Callable[[Any], Batch] | None, *, batched: bool, rng: RngMode):
         self.dataset, self.rng, self.batched = dataset, rng, batched
         self.collate = collate or (default_collate if batched else default_convert)
@@ -60,44 +56,35 @@ class UserFetch:
                 f"dataset: {type(dataset).__name__} has get_batch but no __getitem__, which is needed for a collate_fn, "
                 "batch_size=None or rng='sample'. Define __getitem__ too."
             )
-        self.puts_back = True
-        """Whether the caller's generators are restored; a worker process has no caller."""
+        self.restores_generators = True
 
     def __call__(self, info: BatchInfo, seed: int) -> Batch:
         assert info.rows is not None
         keys = keys_of(info.rows)
         if self.rng == "off":
             return self._read(keys, info, seed)
-        kept = keep_generators() if self.puts_back else None
-        try:
-            seed_generators(derive_seed(seed, "fetch", info.epoch, info.first))
+        with SeededGenerators(derive_seed(seed, "fetch", info.epoch, info.first), self.restores_generators):
             return self._read(keys, info, seed)
-        finally:
-            if kept is not None:
-                restore_generators(kept)
 
     def _read(self, keys: list[object], info: BatchInfo, seed: int) -> Batch:
-        if not self.batched:
-            if self.rng == "sample":
-                self._seed_sample(keys[0], info, 0, seed)
-            return self.collate(self.dataset[keys[0]])
         if self.whole:
             return default_convert(self.dataset.get_batch(keys))
         if self.rng == "sample":
             samples = []
             for number, key in enumerate(keys):
-                self._seed_sample(key, info, number, seed)
+                # A key that is not a number is seeded by its position in the global order.
+                place = key if isinstance(key, int) else info.first + number
+                seed_generators(derive_seed(seed, "sample", info.epoch, place))
                 samples.append(self.dataset[key])
+            if not self.batched:
+                return self.collate(samples[0])
             if self.collate is not default_collate:
                 seed_generators(derive_seed(seed, "fetch", info.epoch, info.first))
             return self.collate(samples)
+        if not self.batched:
+            return self.collate(self.dataset[keys[0]])
         read_many = getattr(self.dataset, "__getitems__", None)
         return self.collate(read_many(keys) if read_many else [self.dataset[key] for key in keys])
-
-    def _seed_sample(self, key: object, info: BatchInfo, number: int, seed: int) -> None:
-        # A key that is not a number is seeded by its position in the global order.
-        place = key if isinstance(key, int) else info.first + number
-        seed_generators(derive_seed(seed, "sample", info.epoch, place))
 
 
 def has_get_batch(dataset: object) -> bool:
@@ -111,15 +98,16 @@ def keys_of(rows: Rows) -> list[object]:
     >>> keys_of(range(2, 4))
     [2, 3]
     """
-    if isinstance(rows, Tensor):
-        return rows.tolist()
-    return list(rows)
+    return rows.tolist() if isinstance(rows, Tensor) else list(rows)
 
 
-def dataset_length(dataset: Any, columns: Columns | None) -> int:
-    """Return the number of samples of a dataset with the indices 0..N-1, or raise an error with what is missing."""
-    if columns is not None:
-        return columns.length
+def dataset_length(dataset: Any, has_keys: bool) -> int | None:
+    """Return the number of samples of a dataset with the indices 0..N-1, or raise an error with what is missing.
+
+    With `has_keys` a sampler decides what is read, and the dataset may have no length.
+    """
+    if has_keys:
+        return len(dataset) if hasattr(dataset, "__len__") else None
     if isinstance(dataset, Mapping) and 0 not in dataset and len(dataset):
         raise ParameterError(
             f"dataset: a {type(dataset).__name__} with the keys {', '.join(map(repr, list(dataset)[:4]))} is not a dataset of samples. "
@@ -136,10 +124,3 @@ def dataset_length(dataset: Any, columns: Columns | None) -> int:
         raise ParameterError(
             f"dataset: {type(dataset).__name__} has no __len__, so it has no order. Give it one, or use an IterableDataset."
         ) from None
-
-
-def sized_length(dataset: object, columns: Columns | None) -> int | None:
-    """Return the number of samples, or None if the dataset has no length; a sampler then decides what is read."""
-    if columns is not None:
-        return columns.length
-    return len(dataset) if hasattr(dataset, "__len__") else None

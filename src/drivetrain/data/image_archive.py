@@ -15,6 +15,7 @@ import logging
 import lzma
 import tarfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -60,25 +61,22 @@ def load_image_archive(
     with open(archive, "rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     cache = folder / f"images-{digest}.pt"
-    cached = _read_cache(cache)
-    if cached is not None:
-        return cached
+    splits = _read_cache(cache) if cache.is_file() else None
+    if splits is not None:
+        return splits
     splits = _decode(archive, max_bytes)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(cache) as aside:
             torch.save(splits, aside)
     except OSError as error:
-        logger.warning(
-            "the pictures of %s cannot be cached in %s and will be decoded again next time: %s", archive, folder, error
-        )
+        text = "the pictures of %s cannot be cached in %s and will be decoded again next time: %s"
+        logger.warning(text, archive, folder, error)
     return splits
 
 
 def _read_cache(cache: Path) -> dict[str, Split] | None:
-    """Return what a cache holds, None where there is none or it is damaged."""
-    if not cache.is_file():
-        return None
+    """Return what a cache holds, None where it is damaged."""
     try:
         splits = torch.load(cache, weights_only=True)
     except Exception as error:  # a truncated file raises whatever the reader happens to meet
@@ -135,7 +133,10 @@ def _decode(archive: Path, max_bytes: int) -> dict[str, Split]:
         raise MissingExtra("pillow", None, "decoding pictures") from error
     found: dict[str, list[tuple[str, str, Tensor]]] = {}
     total = 0
-    with _open_packed(archive) as packed, _open_tar(packed, max_bytes, archive) as tar:
+    with open(archive, "rb") as plain:
+        head = plain.read(8)
+    unpack = next((opener for magic, opener in _COMPRESSIONS if head.startswith(magic)), partial(open, mode="rb"))
+    with unpack(archive) as packed, _open_tar(packed, max_bytes, archive) as tar:
         for member in tar:
             parts = Path(member.name).parts
             stream = tar.extractfile(member) if member.isfile() and len(parts) >= 3 else None
@@ -144,21 +145,28 @@ def _decode(archive: Path, max_bytes: int) -> dict[str, Split]:
             place = f"load_image_archive: {member.name!r} in {str(archive)!r}"
             try:
                 picture = Image.open(io.BytesIO(stream.read(member.size)), formats=FORMATS)
+                pixels_in = picture.width * picture.height
+                total += 3 * pixels_in
+                if pixels_in > MAX_PIXELS:
+                    raise ConfigError(
+                        f"{place} has {picture.width} x {picture.height} pixels, more than {MAX_PIXELS:,}."
+                    )
+                if total > max_bytes:
+                    raise ConfigError(f"{place}: the decoded images exceed {max_bytes:,} bytes. Raise max_bytes.")
+                colours = picture.convert("RGB")
+            except ConfigError:
+                raise
             except UnidentifiedImageError:
                 raise ConfigError(
                     f"{place} is neither {' nor '.join(FORMATS)}; other formats are not supported."
                 ) from None
-            except (Image.DecompressionBombError, Image.DecompressionBombWarning, OSError, ValueError) as error:
-                raise ConfigError(f"{place} cannot be decoded: {error}") from None
-            pixels_in = picture.width * picture.height
-            total += 3 * pixels_in
-            if pixels_in > MAX_PIXELS:
-                raise ConfigError(f"{place} has {picture.width} x {picture.height} pixels, more than {MAX_PIXELS:,}.")
-            if total > max_bytes:
-                raise ConfigError(f"{place}: the decoded images exceed {max_bytes:,} bytes. Raise max_bytes.")
-            try:
-                colours = picture.convert("RGB")
-            except (OSError, ValueError, SyntaxError) as error:
+            except (
+                Image.DecompressionBombError,
+                Image.DecompressionBombWarning,
+                OSError,
+                ValueError,
+                SyntaxError,
+            ) as error:
                 raise ConfigError(f"{place} cannot be decoded: {error}") from None
             pixels = torch.frombuffer(bytearray(colours.tobytes()), dtype=torch.uint8)
             found.setdefault(parts[-3], []).append(
@@ -167,13 +175,6 @@ def _decode(archive: Path, max_bytes: int) -> dict[str, Split]:
     if not found:
         raise ConfigError(f"load_image_archive: {str(archive)!r} holds no <split>/<class>/<name>.")
     return {split: _join(pictures, archive) for split, pictures in found.items()}
-
-
-def _open_packed(archive: Path) -> BinaryIO:
-    with open(archive, "rb") as stream:
-        head = stream.read(8)
-    opener = next((opener for magic, opener in _COMPRESSIONS if head.startswith(magic)), None)
-    return open(archive, "rb") if opener is None else opener(archive)
 
 
 def _open_tar(packed: BinaryIO, max_bytes: int, archive: Path) -> tarfile.TarFile:

@@ -8,6 +8,7 @@ What each part does is in the other modules of this folder; here they are put to
 as short as the data allows.
 """
 
+import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -20,43 +21,23 @@ from torch.utils.data import DataLoader, IterableDataset
 from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import DistributedError, DrivetrainWarning, ParameterError, ResumeError
 from drivetrain.core.types import Batch, StateDict
+from drivetrain.data import source, stream
 from drivetrain.data.columns import Columns, resident_columns
-from drivetrain.data.fetch import GatherFetch
+from drivetrain.data.fetch import GatherFetch, UserFetch
 from drivetrain.data.order import (
     BatchInfo,
-    BatchOrder,
     IndexOrder,
     Pairs,
     RankShare,
+    SampleOrder,
     load_sampler_state,
     num_sliced_batches,
     sampler_state,
 )
 from drivetrain.data.prefetch import bar_is_wanted, pin, to_device, with_bar
 from drivetrain.data.randomness import RngMode
-from drivetrain.data.source import (
-    VERSION,
-    Cursor,
-    arguments_of,
-    check_arguments,
-    check_state,
-    indexed_source,
-    local_batch_size,
-    stream_source,
-)
-from drivetrain.data.stream import (
-    FilterReader,
-    HiddenWorker,
-    IterableMode,
-    StreamAnswer,
-    StreamStart,
-    filtered_batches,
-    gathered_stream_state,
-    mark_last,
-    own_stream_state,
-    sharded_batches,
-)
-from drivetrain.data.workers import FetchAnswer, WorkerPool, WorkerSide, fetch_jobs
+from drivetrain.data.source import Cursor, local_batch_size
+from drivetrain.data.workers import WorkerPool, WorkerSide, fetch_jobs
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.ranks import data_rank, get_num_processes, is_distributed, num_data_ranks
@@ -105,40 +86,30 @@ class SmartDataLoader(DataLoader[T_co]):
         rng: RngMode = "batch",
         prefetch: int = 1,
         resident: Literal["auto"] | bool = "auto",
-        iterable: IterableMode = "filter",
+        iterable: stream.IterableMode = "filter",
         name: str | None = None,
         **dataloader_kwargs: Any,
     ):
-        own = {
-            "shuffle": shuffle,
-            "random_seed": random_seed,
-            "sampler": sampler,
-            "batch_sampler": batch_sampler,
-            "move_output": move_output,
-            "loading_bar": loading_bar,
-            "global_batch_size": global_batch_size,
-            "rng": rng,
-            "prefetch": prefetch,
-            "resident": resident,
-            "iterable": iterable,
-            "name": name,
-        }
-        check_arguments(dataset, own, dataloader_kwargs)
+        own = {name: value for name, value in locals().items() if name in source.OWN_NAMES}
+        source.check_arguments(dataset, own, dataloader_kwargs)
         self._arguments = {"dataset": dataset, **own, **dataloader_kwargs}
         self.move_output, self.loading_bar, self.global_batch_size = move_output, loading_bar, global_batch_size
         self.rng, self.prefetch, self.resident, self.iterable, self.name = rng, prefetch, resident, iterable, name
 
         collate = dataloader_kwargs.get("collate_fn")
         batched = batch_sampler is not None or dataloader_kwargs.get("batch_size", 1) is not None
+        self._order: SampleOrder | None = None
+        self._fetch: GatherFetch | UserFetch | None = None
+        self._reader: stream.FilterReader | stream.ShardedReader | None = None
         if isinstance(dataset, IterableDataset):
-            source = stream_source(dataset, collate, batched, rng, iterable)
+            kind = stream.FilterReader if iterable == "filter" else stream.ShardedReader
+            self._reader = kind(dataset, collate, batched=batched, rng=rng)
         else:
-            source = indexed_source(dataset, bool(shuffle), sampler, batch_sampler, collate, batched, rng)
-        self._order, self._fetch, self._reader = source.order, source.fetch, source.reader
-        self._columns, self._length = source.columns, source.length
-        self._draws_random = source.fetch is None or source.fetch.draws_random
-        if resident is True and self._columns is None:
-            resident_columns(None, torch.device("cpu"), True)  # says what is missing
+            self._order, self._fetch, self._length = source.indexed_source(
+                dataset, bool(shuffle), sampler, batch_sampler, collate, batched, rng
+            )
+        if resident is True and self.columns is None:
+            resident_columns(None, torch.device("cpu"), True)  # reports what is missing
         if isinstance(self._order, IndexOrder):
             sampler = self._order
         super().__init__(dataset, sampler=sampler, batch_sampler=batch_sampler, **dataloader_kwargs)
@@ -156,7 +127,7 @@ class SmartDataLoader(DataLoader[T_co]):
         """Return a SmartDataLoader over the same data as a plain torch loader, shuffled if that one is."""
         if isinstance(loader, SmartDataLoader):
             return loader.rebuild(**changes)
-        return SmartDataLoader(**{**arguments_of(loader), **changes})
+        return SmartDataLoader(**{**source.arguments_of(loader), **changes})
 
     def rebuild(self, **changes: Any) -> "SmartDataLoader[object]":
         """Return a loader with other arguments, and the same seed and device; it starts at epoch 0."""
@@ -171,15 +142,17 @@ class SmartDataLoader(DataLoader[T_co]):
     @property
     def batch_size(self) -> int | None:
         """Samples of a full batch on this process; None where a batch sampler decides or nothing is batched."""
-        return (
-            self._batch_size
-            if self.global_batch_size is None
-            else local_batch_size(self.global_batch_size, num_data_ranks())
-        )
+        if self.global_batch_size is None:
+            return self._batch_size
+        return local_batch_size(self.global_batch_size, num_data_ranks())
 
     @batch_size.setter
     def batch_size(self, size: int | None) -> None:
         self._batch_size = size
+
+    @property
+    def _draws_random(self) -> bool:
+        return not isinstance(self._fetch, GatherFetch)
 
     @property
     def seed(self) -> int:
@@ -222,7 +195,7 @@ class SmartDataLoader(DataLoader[T_co]):
     @property
     def columns(self) -> Columns | None:
         """The tensors the data consists of; None where it is read through a dataset's own methods."""
-        return self._columns
+        return self._fetch.columns if isinstance(self._fetch, GatherFetch) else None
 
     def __len__(self) -> int:
         """Return the batches of a whole epoch on this process."""
@@ -237,45 +210,51 @@ class SmartDataLoader(DataLoader[T_co]):
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]
         share = self._share()
         self._agree_on_seed()
-        cursor = self._cursor = self._next_cursor()
-        batches = self._open(cursor, share)
-        if self.loading_bar and bar_is_wanted():
-            done = cursor.start // (share.batch_size * share.world)
-            batches = with_bar(batches, done, self._known_length(), self.name or f"epoch {cursor.epoch}")
-        return batches  # type: ignore[return-value]  # only the dataset knows what a batch is
-
-    def _next_cursor(self) -> Cursor:
-        """Claim the next epoch, or the place that was restored."""
-        last = self._cursor
+        last = self._cursor  # claim the next epoch, or the position that was restored
         cursor = Cursor(last.epoch + 1) if last.started else Cursor(last.epoch, last.start, stream=last.stream)
         cursor.started = True
         if self._order is not None:
             cursor.sampler = sampler_state(self._order)
-        return cursor
+        self._cursor = cursor
+        batches = self._open(cursor, share)
+        if self.loading_bar and bar_is_wanted():
+            try:
+                total = len(self)
+            except TypeError:
+                total = None
+            batches = with_bar(batches, cursor.start // share.whole, total, self.name or f"epoch {cursor.epoch}")
+        return batches  # type: ignore[return-value]  # only the dataset knows what a batch is
 
     def _open(self, cursor: Cursor, share: RankShare) -> Iterator[Batch]:
-        """Return the batches from a place on: read, brought to the device, and published one by one."""
+        """Return the batches from a position on: read, brought to the device, and published one by one."""
         device, seed = self._device if self.move_output else None, self._seed
-        fetch: Any = None
+        reads_here = self.num_workers == 0
         if self._reader is not None:
             pairs = self._stream(cursor, share)
-            pairs = mark_last(pairs) if self.prefetch else pairs
+            pairs = stream.mark_last(pairs) if self.prefetch else pairs
         else:
             fetch, arrived = self._choose_fetch(device)
             assert self._order is not None
+            if isinstance(fetch, GatherFetch) and fetch.columns.device.type != "cpu":
+                share = share._replace(device=fetch.columns.device)
             infos = self._order.batches(seed, cursor.epoch, cursor.start, share)
             device = None if arrived else device
-            if self.num_workers == 0 or isinstance(fetch, GatherFetch):  # gathering is faster than sending to a worker
+            reads_here = reads_here or isinstance(fetch, GatherFetch)  # gathering is faster than sending to a worker
+            if reads_here:
                 if device is None and not self._pins(device):
                     return self._at_once(cursor, infos, fetch, seed)
                 if isinstance(fetch, GatherFetch) and fetch.can_pin and self._pins(device):
                     fetch = GatherFetch(fetch.columns, pinned=True)
                 pairs = ((info, fetch(info, seed)) for info in infos)
             else:
-                pairs = self._fetched_by_workers(infos, seed, derive_seed(seed, "workers", cursor.epoch, share.rank))
+                worker_fetch = copy.copy(fetch)
+                worker_fetch.restores_generators = False  # a worker has no caller
+                pool = self._workers(worker_fetch)
+                base_seed = derive_seed(seed, "workers", cursor.epoch, share.rank)
+                pairs = ((info, batch) for (info, _), batch in pool.run(fetch_jobs(infos, seed), base_seed))
         if device is not None:
             pairs = to_device(pairs, device, self.prefetch)
-        elif self._pins(device) and (self.num_workers == 0 or isinstance(fetch, GatherFetch)):
+        elif reads_here and self._pins(device):
             pairs = ((info, pin(batch)) for info, batch in pairs)
         return self._published(cursor, pairs)
 
@@ -300,33 +279,21 @@ class SmartDataLoader(DataLoader[T_co]):
             self._cursor = Cursor(cursor.epoch + 1, before=cursor.info)
 
     def _stream(self, cursor: Cursor, share: RankShare) -> Pairs:
-        stream = own_stream_state(cursor.stream, self.iterable, share.rank, share.world, self.num_workers)
-        start = StreamStart(next(_tokens), self._seed, cursor.epoch, cursor.start, share, stream)
+        own = stream.own_stream_state(cursor.stream, self.iterable, share.rank, share.world, self.num_workers)
+        start = stream.StreamStart(next(_tokens), self._seed, cursor.epoch, cursor.start, share, own)
         assert self._reader is not None
-        pool = self._workers(StreamAnswer(self._reader)) if self.num_workers else None
-        if isinstance(self._reader, FilterReader):
-            return filtered_batches(self._reader, start, pool)
-        return sharded_batches(self._reader, start, pool, self.num_workers)
+        pool = self._workers(stream.StreamAnswer(self._reader)) if self.num_workers else None
+        if isinstance(self._reader, stream.FilterReader):
+            return stream.filtered_batches(self._reader, start, pool)
+        return stream.sharded_batches(self._reader, start, pool, self.num_workers)
 
-    def _fetched_by_workers(self, infos: Iterator[BatchInfo], seed: int, base_seed: int) -> Pairs:
-        pool = self._workers(FetchAnswer(self._fetch))
-        for (info, _), batch in pool.run(fetch_jobs(infos, seed), base_seed):
-            yield info, batch
-
-    def _workers(self, answer: Callable[[Any], object]) -> WorkerPool:
+    def _workers(self, answer: Callable[..., object]) -> WorkerPool:
         if self._pool is None:
-            names = (
-                "num_workers",
-                "timeout",
-                "worker_init_fn",
-                "multiprocessing_context",
-                "prefetch_factor",
-                "persistent_workers",
-            )
-            options = {name: getattr(self, name) for name in names}
+            names = "num_workers timeout worker_init_fn multiprocessing_context prefetch_factor persistent_workers"
+            options = {name: getattr(self, name) for name in names.split()}
             options["pin_memory"] = self._pins(self._device if self.move_output else None)
             if self._reader is not None and self.iterable == "filter":
-                options["worker_init_fn"] = HiddenWorker(self.worker_init_fn)
+                options["worker_init_fn"] = stream.HiddenWorker(self.worker_init_fn)
             self._pool = WorkerPool(WorkerSide(self.dataset, answer), options)
         return self._pool
 
@@ -334,25 +301,19 @@ class SmartDataLoader(DataLoader[T_co]):
         wanted = self.pin_memory or (device is not None and device.type != "cpu")
         return wanted and torch.accelerator.is_available()
 
-    def _choose_fetch(self, device: torch.device | None) -> tuple[object, bool]:
+    def _choose_fetch(self, device: torch.device | None) -> tuple[Any, bool]:
         """Return how batches are made, and whether they are then where they should be."""
-        assert self._order is not None
-        fetch, arrived = self._fetch, False
-        if self._columns is not None:
-            target = device or self._columns.device
-            if self._placed is None or self._placed[0] != target:
-                columns = resident_columns(self._columns, target, self.resident)
-                self._placed = (target, None if columns is None else GatherFetch(columns))
-            if self._placed[1] is not None:
-                fetch = self._placed[1]
-            assert isinstance(fetch, GatherFetch)
-            place = fetch.columns.device
-            arrived = place == target
-            if not isinstance(self._order, BatchOrder):
-                self._order.device = None if place.type == "cpu" else place  # type: ignore[attr-defined]
-        return fetch, arrived
+        columns = self.columns
+        if columns is None:
+            return self._fetch, False
+        target = device or columns.device
+        if self._placed is None or self._placed[0] != target:
+            placed = resident_columns(columns, target, self.resident)
+            self._placed = (target, None if placed is None else GatherFetch(placed))
+        fetch: Any = self._placed[1] or self._fetch
+        return fetch, fetch.columns.device == target
 
-    # ------------------------------------------------------------------ place and device
+    # ------------------------------------------------------------------ position and device
 
     def state_dict(self) -> StateDict:
         """Return the position, between any two batches; the current batch counts as used."""
@@ -362,20 +323,20 @@ class SmartDataLoader(DataLoader[T_co]):
             "epoch": cursor.epoch,
             "position": cursor.position,
             "length": self._samples(),
-            "version": VERSION,
+            "version": source.VERSION,
         }
         if self._order is not None:
             sampler = cursor.sampler if cursor.started else sampler_state(self._order)
             if sampler is not None:
                 state["sampler"] = sampler
         else:
-            stream = cursor.stream
+            saved = cursor.stream
             if cursor.info is not None:
-                stream = gathered_stream_state(
+                saved = stream.gathered_stream_state(
                     cursor.info.stream, self.iterable, data_rank(), num_data_ranks(), self.num_workers
                 )
-            if stream is not None:
-                state["stream"] = stream
+            if saved is not None:
+                state["stream"] = saved
         return state
 
     def load_state_dict(self, state: StateDict | None, strict: bool = True) -> None:
@@ -385,7 +346,8 @@ class SmartDataLoader(DataLoader[T_co]):
                 "the loader's saved state is None: it keeps its current position.", DrivetrainWarning, stacklevel=2
             )
             return
-        checked = check_state(state, self._samples(), None if self._order is None else self._order.samples, strict)
+        last = None if self._order is None else self._order.samples
+        checked = source.check_state(state, self._samples(), last, strict)
         self._check_continuable(checked["position"], strict)
         if self._arguments["random_seed"] is not None and checked["seed"] != self._seed:
             warnings.warn(
@@ -400,19 +362,14 @@ class SmartDataLoader(DataLoader[T_co]):
         self._cursor = Cursor(checked["epoch"], checked["position"], stream=checked.get("stream"))
 
     def _check_continuable(self, position: int, strict: bool) -> None:
-        if (
-            not position
-            or not self._draws_random
-            or self.rng != "off"
-            or (self.num_workers == 0 and self.prefetch == 0)
-        ):
+        reads_ahead = self.num_workers > 0 or self.prefetch > 0
+        if not position or not self._draws_random or self.rng != "off" or not reads_ahead:
             return
         name = f" {self.name!r}" if self.name else ""
         message = (
             f"the loader{name} has rng='off' with num_workers={self.num_workers} and prefetch={self.prefetch}: the random numbers "
-            f"of its dataset depend on how far it has read ahead, so it cannot continue exactly at position "
-            f"{position}. Use rng='batch' (the "
-            "default), or num_workers=0 and prefetch=0."
+            f"of its dataset depend on how far it has read ahead, so it cannot continue exactly at position {position}. "
+            "Use rng='batch' (the default), or num_workers=0 and prefetch=0."
         )
         if strict:
             raise ResumeError(message)
@@ -490,11 +447,5 @@ class SmartDataLoader(DataLoader[T_co]):
             return self._length if self._order.samples is None else self._order.samples
         try:
             return len(self.dataset)  # type: ignore[arg-type]
-        except TypeError:
-            return None
-
-    def _known_length(self) -> int | None:
-        try:
-            return len(self)
         except TypeError:
             return None

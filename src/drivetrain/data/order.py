@@ -1,16 +1,18 @@
 """The order of samples in an epoch, and which of them each data rank gets.
 
 There is one order of the whole epoch, whatever the number of processes: a permutation drawn from the loader's seed and the
-epoch, or 0..N-1, or the stream of a user's sampler. A global batch is the next `batch_size * world` places of it, and rank r
-takes its r-th contiguous part. The place in that order is all a checkpoint needs, and it means the same for any world size.
+epoch, or 0..N-1, or the stream of a user's sampler. A global batch is the next `batch_size * world` samples of it, and rank r
+takes its r-th contiguous part. The position in that order is all a checkpoint needs, and it means the same for any world size.
 
-Four kinds of order share one shape: how many batches an epoch has, and the batches of this rank from a place onwards.
+An order has `samples` (in an epoch; None if only the batches determine it), `num_batches(share)` (the same on every rank) and `batches`,
+which prepares the epoch at once and returns this rank's batches from a position on.
 """
 
+import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -67,6 +69,13 @@ class RankShare(NamedTuple):
     world: int
     batch_size: int
     drop_last: bool
+    device: torch.device | None = None
+    """Where indices are needed, if the data is gathered on an accelerator."""
+
+    @property
+    def whole(self) -> int:
+        """Samples of a full batch on all ranks."""
+        return self.batch_size * self.world
 
 
 def share_of(total: int, rank: int, world: int) -> tuple[int, int]:
@@ -79,14 +88,13 @@ def share_of(total: int, rank: int, world: int) -> tuple[int, int]:
     return rank * base + min(rank, extra), base + (rank < extra)
 
 
-def sliced_batches(
-    order: Tensor | Sequence[object] | None, length: int, epoch: int, position: int, share: RankShare
-) -> Iterator[BatchInfo]:
-    """Yield this rank's part of each global batch from `position` on; `order` None means 0..length-1."""
-    rank, world, size, drop_last = share
-    whole, offset = size * world, size * rank
+def sliced_batches(places: Any, epoch: int, position: int, share: RankShare) -> Iterator[BatchInfo]:
+    """Yield this rank's part of each global batch of an order from `position` on."""
+    rank, world, size, drop_last, device = share
+    length, whole, offset = len(places), share.whole, size * rank
     index = position // whole
-    places: Any = range(length) if order is None else order
+    if isinstance(places, Tensor) and device is not None:
+        places = places.to(device)  # the host waits here, once an epoch
     stop = length - whole + 1 if drop_last else length  # nothing follows a batch that ends here or later
     for rows in _full_rows(places, position, length, whole, offset, size):
         end = position + whole
@@ -114,9 +122,8 @@ def _full_rows(places: Any, position: int, length: int, whole: int, offset: int,
 
 
 def num_sliced_batches(length: int, share: RankShare) -> int:
-    """Return how many batches `sliced_batches` yields in a whole epoch; the same on every rank."""
-    whole = share.batch_size * share.world
-    return length // whole if share.drop_last else -(-length // whole)
+    """Return how many batches `sliced_batches` yields in a whole epoch, the same on every rank."""
+    return length // share.whole if share.drop_last else -(-length // share.whole)
 
 
 def epoch_permutation(length: int, seed: int, epoch: int) -> Tensor:
@@ -129,34 +136,18 @@ def epoch_permutation(length: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(length, generator=generator)
 
 
-class SampleOrder(Protocol):
-    """One epoch's order of samples."""
-
-    @property
-    def samples(self) -> int | None:
-        """Samples in an epoch; None when only the batches themselves determine it."""
-
-    def num_batches(self, share: RankShare) -> int:
-        """Return the number of batches of an epoch, the same on every rank."""
-
-    def batches(self, seed: int, epoch: int, position: int, share: RankShare) -> Iterator[BatchInfo]:
-        """Prepare the epoch now and return this rank's batches from `position` on."""
-
-
 class IndexOrder(Sampler[int]):
     """The default order: shuffled by seed and epoch, or 0..N-1. Iterating it gives the order of `epoch`."""
 
     def __init__(self, data: Sized, shuffle: bool):
         self.data, self.shuffle = data, shuffle
         self.seed, self.epoch = 0, 0
-        self.device: torch.device | None = None
-        """Where the permutation lives; set when the data is gathered on an accelerator."""
 
     def __len__(self) -> int:
         return len(self.data)  # asked each time: a dataset may have grown since the last epoch
 
     @property
-    def samples(self) -> int | None:
+    def samples(self) -> int:
         return len(self)
 
     def __iter__(self) -> Iterator[int]:
@@ -167,37 +158,32 @@ class IndexOrder(Sampler[int]):
 
     def batches(self, seed: int, epoch: int, position: int, share: RankShare) -> Iterator[BatchInfo]:
         self.seed, self.epoch = seed, epoch
-        order = None
-        if self.shuffle:
-            order = epoch_permutation(len(self), seed, epoch)
-            order = order if self.device is None else order.to(self.device)  # the host waits here, once an epoch
-        return sliced_batches(order, len(self), epoch, position, share)
+        order = epoch_permutation(len(self), seed, epoch) if self.shuffle else range(len(self))
+        return sliced_batches(order, epoch, position, share)
 
 
 class SamplerOrder:
-    """A user's sampler: rank 0's stream is the global order of the epoch."""
+    """A user's sampler: rank 0's stream is the global order of the epoch.
+
+    `rows` is the number of rows of tensors that are gathered; None where a dataset's own methods get the keys as they are.
+    """
 
     def __init__(self, sampler: Iterable[object], rows: int | None):
-        self.sampler = sampler
-        self.rows = rows
-        """Rows of the tensors that are gathered; None where a dataset's own methods get the keys as they are."""
-        self.device: torch.device | None = None
+        self.sampler, self.rows = sampler, rows
         _sized_length(sampler, "sampler")
 
     @property
-    def samples(self) -> int | None:
+    def samples(self) -> int:
         return _sized_length(self.sampler, "sampler")
 
     def num_batches(self, share: RankShare) -> int:
-        return num_sliced_batches(_sized_length(self.sampler, "sampler"), share)
+        return num_sliced_batches(self.samples, share)
 
     def batches(self, seed: int, epoch: int, position: int, share: RankShare) -> Iterator[BatchInfo]:
         keys = as_indices(draw_stream(self.sampler, seed, epoch), self.rows)
         if share.world > 1:
             keys = broadcast_from_master(keys)
-        if isinstance(keys, Tensor) and self.device is not None:
-            keys = keys.to(self.device)
-        return sliced_batches(keys, len(keys), epoch, position, share)
+        return sliced_batches(keys, epoch, position, share)
 
 
 class ReplicaOrder:
@@ -205,95 +191,89 @@ class ReplicaOrder:
 
     def __init__(self, sampler: DistributedSampler):
         self.sampler = sampler
-        self.device: torch.device | None = None
 
     @property
-    def samples(self) -> int | None:
+    def samples(self) -> int:
         return len(self.sampler) * self.sampler.num_replicas
 
     def num_batches(self, share: RankShare) -> int:
-        return num_sliced_batches(len(self.sampler), RankShare(0, 1, share.batch_size, share.drop_last))
+        return num_sliced_batches(len(self.sampler), share._replace(rank=0, world=1))
 
     def batches(self, seed: int, epoch: int, position: int, share: RankShare) -> Iterator[BatchInfo]:
-        rank, world = self.sampler.rank, self.sampler.num_replicas
+        world = self.sampler.num_replicas
         if position % world:
             raise ResumeError(
                 f"position {position} cannot be continued with a DistributedSampler of {world} replicas: it is not a multiple of "
                 f"{world}. Resume with the number of processes that saved it, or without the sampler (shuffle=True)."
             )
         keys = as_indices(draw_stream(self.sampler, seed, epoch), None)
-        if isinstance(keys, Tensor) and self.device is not None:
-            keys = keys.to(self.device)
-        own = sliced_batches(
-            keys, len(keys), epoch, position // world, RankShare(0, 1, share.batch_size, share.drop_last)
-        )
-        return (_on_all_replicas(info, rank, world) for info in own)
+        own = sliced_batches(keys, epoch, position // world, share._replace(rank=0, world=1))
+        return _on_all_replicas(own, self.sampler)
 
 
-def _on_all_replicas(info: BatchInfo, rank: int, world: int) -> BatchInfo:
-    """Turn a place in one replica's stream into one in the order of all replicas."""
-    info.first, info.end = info.first * world + rank, info.end * world
-    info.global_size *= world
-    return info
+def _on_all_replicas(infos: Iterator[BatchInfo], sampler: DistributedSampler) -> Iterator[BatchInfo]:
+    """Turn positions in one replica's stream into positions in the order of all replicas."""
+    rank, world = sampler.rank, sampler.num_replicas
+    for info in infos:
+        info.first, info.end = info.first * world + rank, info.end * world
+        info.global_size *= world
+        yield info
 
 
 class BatchOrder:
     """A user's `batch_sampler`: its batches go round the ranks."""
 
+    samples = None
+
     def __init__(self, batch_sampler: Iterable[Iterable[object]]):
-        self.batch_sampler = batch_sampler
+        self.sampler = batch_sampler
         _sized_length(batch_sampler, "batch_sampler")
         inner = getattr(batch_sampler, "sampler", None)
         self.replicas = inner if isinstance(inner, DistributedSampler) else None
 
-    @property
-    def samples(self) -> int | None:
-        return None
-
     def num_batches(self, share: RankShare) -> int:
         world = 1 if self.replicas is not None else share.world
-        return -(-_sized_length(self.batch_sampler, "batch_sampler") // world)
+        return -(-_sized_length(self.sampler, "batch_sampler") // world)
 
     def batches(self, seed: int, epoch: int, position: int, share: RankShare) -> Iterator[BatchInfo]:
-        lists = [list(batch) for batch in draw_stream(self.batch_sampler, seed, epoch)]
-        if any(not batch for batch in lists):
+        lists = [list(batch) for batch in draw_stream(self.sampler, seed, epoch)]
+        if [] in lists:
             raise ParameterError(
                 f"batch_sampler: batch {lists.index([])} is empty; every batch needs at least one index."
             )
         if self.replicas is not None:
-            rank, world = self.replicas.rank, self.replicas.num_replicas
-            own = dealt_batches(lists, epoch, position // world, 0, 1)
-            return (_on_all_replicas(info, rank, world) for info in own)
+            own = dealt_batches(lists, epoch, position // self.replicas.num_replicas, 0, 1)
+            return _on_all_replicas(own, self.replicas)
         if share.world > 1:
             lists = broadcast_from_master(lists)
         return dealt_batches(lists, epoch, position, share.rank, share.world)
 
 
+SampleOrder = IndexOrder | SamplerOrder | ReplicaOrder | BatchOrder
+
+
 def dealt_batches(lists: list[list[object]], epoch: int, position: int, rank: int, world: int) -> Iterator[BatchInfo]:
     """Deal ready-made batches to the ranks in turn, from the one that starts at `position`."""
-    start, place = 0, 0
-    while place < position and start < len(lists):
-        place, start = place + len(lists[start]), start + 1
-    if place != position:
+    starts = list(itertools.accumulate(map(len, lists), initial=0))
+    nearest = next((start for start in starts if start >= position), starts[-1])
+    if nearest != position:
         raise ResumeError(
             f"position {position} is not at the start of one of the batch sampler's batches in epoch {epoch} (the nearest ends at "
-            f"{place}). Resume with the same batch_sampler, and give it a generator or draw from the global ones."
+            f"{nearest}). Resume with the same batch_sampler, and give it a generator or draw from the global ones."
         )
-    return _deal(lists, epoch, start, place, rank, world)
 
+    def deal() -> Iterator[BatchInfo]:
+        for number in range(starts.index(position), len(lists), world):
+            stop, own = min(number + world, len(lists)), number + rank
+            begin, end = starts[number], starts[stop]
+            if own < stop:
+                first, rows, pad = starts[own], lists[own], 0
+            else:
+                first, rows, pad = end, lists[stop - 1][-1:], 1
+            size = 0 if pad else len(rows)
+            yield BatchInfo(epoch, number // world, first, size, end - begin, pad, end, stop == len(lists), rows)
 
-def _deal(lists: list[list[object]], epoch: int, start: int, place: int, rank: int, world: int) -> Iterator[BatchInfo]:
-    for start_of_round in range(start, len(lists), world):
-        hands = lists[start_of_round : start_of_round + world]
-        sizes = [len(hand) for hand in hands]
-        index, total = start_of_round // world, sum(sizes)
-        if rank < len(hands):
-            first, rows, pad = place + sum(sizes[:rank]), hands[rank], 0
-        else:
-            first, rows, pad = place + total, hands[-1][-1:], 1
-        last = start_of_round + world >= len(lists)
-        yield BatchInfo(epoch, index, first, 0 if pad else len(rows), total, pad, place + total, last, rows)
-        place += total
+    return deal()
 
 
 def draw_stream(sampler: Iterable[T], seed: int, epoch: int) -> list[T]:
@@ -302,11 +282,9 @@ def draw_stream(sampler: Iterable[T], seed: int, epoch: int) -> list[T]:
     A sampler that draws from the shared generators gets them seeded for the epoch, and they are restored: the same epoch has
     the same stream after a resume, and the caller's numbers are not disturbed.
     """
-    part: Any = sampler
-    while part is not None:
+    for part in _parts(sampler):
         if callable(getattr(part, "set_epoch", None)):
             part.set_epoch(epoch)
-        part = getattr(part, "sampler", None)
     with SeededGenerators(derive_seed(seed, "sampler", epoch)):
         return list(sampler)
 
@@ -337,32 +315,41 @@ def _sized_length(stream: Iterable[object], name: str) -> int:
     return len(stream)
 
 
+def keeps_state(part: object) -> bool:
+    """Return whether an object can save and restore its own state."""
+    return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
+
+
 def sampler_state(order: SampleOrder) -> object:
     """Return what the user's sampler needs to draw this epoch's stream again, or None if the seed is enough."""
-    for part in _parts(order):
-        if callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None)):
-            return part.state_dict()
-        if isinstance(getattr(part, "generator", None), torch.Generator):
-            return part.generator.get_state()
-    return None
+    part = _stateful_part(order)
+    if keeps_state(part):
+        return part.state_dict()
+    return None if part is None else part.generator.get_state()
 
 
 def load_sampler_state(order: SampleOrder, state: Any) -> None:
-    """Give the user's sampler back what `sampler_state` returned."""
-    for part in _parts(order):
-        if callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None)):
-            part.load_state_dict(state)
-            return
-        if isinstance(getattr(part, "generator", None), torch.Generator):
-            part.generator.set_state(state.cpu())
-            return
-    raise ResumeError(
-        "the state holds a sampler's state, but the loader's sampler cannot load one. Use the sampler that was saved."
-    )
+    """Restore in the user's sampler what `sampler_state` returned."""
+    part = _stateful_part(order)
+    if part is None:
+        raise ResumeError(
+            "the state holds a sampler's state, but the loader's sampler cannot load one. Use the sampler that was saved."
+        )
+    if keeps_state(part):
+        part.load_state_dict(state)
+    else:
+        part.generator.set_state(state.cpu())
 
 
-def _parts(order: SampleOrder) -> Iterator[Any]:
-    given = getattr(order, "sampler", None) or getattr(order, "batch_sampler", None)
-    while given is not None:
-        yield given
-        given = getattr(given, "sampler", None)
+def _stateful_part(order: SampleOrder) -> Any:
+    for part in _parts(getattr(order, "sampler", None)):
+        if keeps_state(part) or isinstance(getattr(part, "generator", None), torch.Generator):
+            return part
+    return None
+
+
+def _parts(sampler: Any) -> Iterator[Any]:
+    """Yield a sampler and those inside it."""
+    while sampler is not None:
+        yield sampler
+        sampler = getattr(sampler, "sampler", None)

@@ -48,45 +48,24 @@ def pack_lengths(lengths: Sequence[int], max_length: int, strategy: PackingStrat
     too_long = next((length for length in lengths if length > max_length), None)
     if too_long is not None:
         raise ParameterError(f"a document of length {too_long} does not fit into bins of {max_length}; cut it first.")
-    by_length = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     bins: list[list[int]] = []
-    place = _best_fit(max_length) if strategy == "best_fit" else _first_fit(max_length)
-    for index in by_length:
-        number = place(lengths[index])
-        if number == len(bins):
+    open_bins: list[tuple[int, int]] = []  # (room left, bin): sorted for best fit, in order of age for first fit
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = lengths[index]
+        if strategy == "best_fit":
+            at = bisect.bisect_left(open_bins, (length, -1))
+        else:
+            at = next((at for at, (room, _) in enumerate(open_bins) if room >= length), len(open_bins))
+        if at == len(open_bins):
             bins.append([])
+            open_bins.append((max_length, len(bins) - 1))
+        room, number = open_bins.pop(at)
         bins[number].append(index)
-    return [sorted(members) for members in bins]
-
-
-def _best_fit(max_length: int) -> Callable[[int], int]:
-    """Return a function that gives each length the fullest bin with room for it, or a new one."""
-    open_bins: list[tuple[int, int]] = []  # (room left, bin), sorted
-    count = itertools.count()
-
-    def place(length: int) -> int:
-        at = bisect.bisect_left(open_bins, (length, -1))
-        room, number = open_bins.pop(at) if at < len(open_bins) else (max_length, next(count))
+        if strategy == "best_fit":
+            at = bisect.bisect_left(open_bins, (room - length, number))
         if room > length:
-            bisect.insort(open_bins, (room - length, number))
-        return number
-
-    return place
-
-
-def _first_fit(max_length: int) -> Callable[[int], int]:
-    """Return a function that gives each length the oldest bin with room for it, or a new one."""
-    rooms: list[int] = []
-
-    def place(length: int) -> int:
-        for number, room in enumerate(rooms):
-            if room >= length:
-                rooms[number] -= length
-                return number
-        rooms.append(max_length - length)
-        return len(rooms) - 1
-
-    return place
+            open_bins.insert(at, (room - length, number))
+    return [sorted(members) for members in bins]
 
 
 def cut_pieces(lengths: Sequence[int], max_length: int) -> list[Piece]:
@@ -100,6 +79,12 @@ def cut_pieces(lengths: Sequence[int], max_length: int) -> list[Piece]:
         for document, length in enumerate(lengths)
         for start in range(0, length, max_length)
     ]
+
+
+def _packed_pieces(lengths: Sequence[int], max_length: int, strategy: PackingStrategy) -> list[list[Piece]]:
+    pieces = cut_pieces(lengths, max_length)
+    bins = pack_lengths([piece.length for piece in pieces], max_length, strategy)
+    return [[pieces[member] for member in members] for members in bins]
 
 
 def pack_documents(
@@ -119,17 +104,10 @@ def pack_documents(
     """
     check_packing(max_length, strategy)
     read = [read_document(document) for document in documents]
-    pieces = cut_pieces([len(tokens) for tokens, _ in read], max_length)
-    bins = pack_lengths([piece.length for piece in pieces], max_length, strategy)
-    rows = [
-        fill_row(
-            [part_of(read[piece.document], piece) for piece in map(pieces.__getitem__, members)],
-            max_length,
-            pad_token,
-            ignore_index,
-        )
-        for members in bins
-    ]
+    rows = []
+    for pieces in _packed_pieces([len(tokens) for tokens, _ in read], max_length, strategy):
+        parts = [part_of(read[piece.document], piece) for piece in pieces]
+        rows.append(fill_row(parts, max_length, pad_token, ignore_index))
     names = ("input_ids", "labels", "position_ids", "document_ids")
     empty = torch.empty(0, max_length, dtype=torch.int64)
     return {name: torch.stack([row[name] for row in rows]) if rows else empty for name in names}
@@ -253,10 +231,8 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
             )
         self.rows: list[list[Piece]] = []
         for first in range(0, len(lengths), buffer):
-            pieces = cut_pieces(lengths[first : first + buffer], max_length)
-            pieces = [piece._replace(document=piece.document + first) for piece in pieces]
-            bins = pack_lengths([piece.length for piece in pieces], max_length, strategy)
-            self.rows += [[pieces[member] for member in members] for members in bins]
+            for pieces in _packed_pieces(lengths[first : first + buffer], max_length, strategy):
+                self.rows.append([piece._replace(document=piece.document + first) for piece in pieces])
 
     def __len__(self) -> int:
         return len(self.rows)

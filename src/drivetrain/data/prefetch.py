@@ -97,25 +97,13 @@ def with_bar(batches: Iterator[object], start: int, total: int | None, text: str
     if _shown or not bar_is_wanted():
         yield from batches
         return
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich import progress
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
+    columns = ("{task.description}", progress.BarColumn(), progress.MofNCompleteColumn(), *times)
     _shown = True
     try:
-        with Progress(*columns, auto_refresh=False) as bar:
+        with progress.Progress(*columns, auto_refresh=False) as bar:
             task = bar.add_task(text, total=total, completed=start)
             done, shown_at = start, 0.0
             for batch in batches:

@@ -12,7 +12,7 @@ Seeding costs about 12 µs a batch, keeping and restoring about 28 µs more (one
 
 import ctypes
 import random
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy.random
 import torch
@@ -24,62 +24,7 @@ numpy_random: Any = numpy.random  # the exchange of bit generators is documented
 _MT19937_BYTES = 624 * 4 + 4  # the state words and the position among them
 
 
-class KeptGenerators(NamedTuple):
-    """The states of the caller's generators."""
-
-    torch: torch.Tensor
-    python: tuple[object, ...]
-    numpy: tuple[object, float | None]
-
-
-class _NumpyExchange:
-    """Lends numpy's module-level functions another bit generator and takes it back.
-
-    An exchange forgets the second half of a pair of normals that numpy may hold, and the call that would show it copies the whole
-    state. Drawing a normal shows it too: where one is held, the draw leaves the bit generator untouched.
-    """
-
-    def __init__(self) -> None:
-        self.spare: list[object] = []  # one to lend per level: a fetch may itself read from a loader
-        self.level = 0
-
-    def lend(self) -> tuple[object, float | None]:
-        own = numpy_random.get_bit_generator()
-        held = self._held_normal(own)
-        if self.level == len(self.spare):
-            self.spare.append(numpy_random.MT19937(0))
-        numpy_random.set_bit_generator(self.spare[self.level])
-        self.level += 1
-        return own, held
-
-    def take_back(self, own: object, held: float | None) -> None:
-        self.level -= 1
-        numpy_random.set_bit_generator(own)
-        if held is not None:
-            numpy_random.set_state({**numpy_random.get_state(legacy=False), "has_gauss": 1, "gauss": held})
-
-    def _held_normal(self, own: Any) -> float | None:
-        if type(own) is not numpy_random.MT19937:
-            state = numpy_random.get_state(legacy=False)
-            return state["gauss"] if state["has_gauss"] else None
-        address = own.ctypes.state_address
-        before = ctypes.string_at(address, _MT19937_BYTES)
-        normal = numpy_random.standard_normal()
-        if ctypes.string_at(address, _MT19937_BYTES) == before:
-            return normal
-        ctypes.memmove(address, before, _MT19937_BYTES)
-        return None
-
-
-_exchange: _NumpyExchange | None = None
-
-
-def keep_generators() -> KeptGenerators:
-    """Remember the three shared generators; `seed_generators` may then change them until `restore_generators`."""
-    global _exchange
-    if _exchange is None:
-        _exchange = _NumpyExchange()
-    return KeptGenerators(torch.default_generator.get_state(), random.getstate(), _exchange.lend())
+_spare: list[object] = []  # bit generators to lend: a fetch may itself read from a loader
 
 
 def seed_generators(seed: int) -> None:
@@ -92,25 +37,50 @@ def seed_generators(seed: int) -> None:
     numpy_random.seed(seed % 2**32)
 
 
-def restore_generators(kept: KeptGenerators) -> None:
-    """Return the shared generators to where `keep_generators` found them."""
-    torch.default_generator.set_state(kept.torch)
-    random.setstate(kept.python)
-    assert _exchange is not None
-    _exchange.take_back(*kept.numpy)
-
-
 class SeededGenerators:
-    """`with SeededGenerators(seed): ...` runs a block on seeded generators and puts the caller's back."""
+    """`with SeededGenerators(seed): ...` runs a block on seeded generators and restores the caller's.
 
-    __slots__ = ("kept", "seed")
+    With `restores=False` it only seeds: a worker process has no caller.
+    """
 
-    def __init__(self, seed: int):
-        self.seed = seed
+    __slots__ = ("held", "lent", "own", "python", "restores", "seed", "torch")
+
+    def __init__(self, seed: int, restores: bool = True):
+        self.seed, self.restores = seed, restores
 
     def __enter__(self) -> None:
-        self.kept = keep_generators()
+        if self.restores:
+            self.torch, self.python = torch.default_generator.get_state(), random.getstate()
+            self.own = numpy_random.get_bit_generator()
+            self.held = _held_normal(self.own)
+            self.lent = _spare.pop() if _spare else numpy_random.MT19937(0)
+            numpy_random.set_bit_generator(self.lent)
         seed_generators(self.seed)
 
     def __exit__(self, *error: object) -> None:
-        restore_generators(self.kept)
+        if not self.restores:
+            return
+        torch.default_generator.set_state(self.torch)
+        random.setstate(self.python)
+        numpy_random.set_bit_generator(self.own)
+        _spare.append(self.lent)
+        if self.held is not None:
+            numpy_random.set_state({**numpy_random.get_state(legacy=False), "has_gauss": 1, "gauss": self.held})
+
+
+def _held_normal(own: Any) -> float | None:
+    """Return the second half of a pair of normals that numpy may hold, which an exchange of bit generators forgets.
+
+    The call that would show it copies the whole state. Drawing a normal shows it too: where one is held, the draw leaves the bit
+    generator untouched.
+    """
+    if type(own) is not numpy_random.MT19937:
+        state = numpy_random.get_state(legacy=False)
+        return state["gauss"] if state["has_gauss"] else None
+    address = own.ctypes.state_address
+    before = ctypes.string_at(address, _MT19937_BYTES)
+    normal = numpy_random.standard_normal()
+    if ctypes.string_at(address, _MT19937_BYTES) == before:
+        return normal
+    ctypes.memmove(address, before, _MT19937_BYTES)
+    return None

@@ -8,7 +8,6 @@ run may continue with others.
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, get_args
 
 from torch.utils.data import (
@@ -25,11 +24,11 @@ from torch.utils.data import (
 from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import DrivetrainWarning, ParameterError, ResumeError, StateError, unknown_name
 from drivetrain.core.types import Batch, Settings, StateDict
-from drivetrain.data.columns import Columns, ColumnSamples, find_columns
-from drivetrain.data.fetch import GatherFetch, UserFetch, dataset_length, sized_length
+from drivetrain.data.columns import ColumnSamples, find_columns
+from drivetrain.data.fetch import GatherFetch, UserFetch, dataset_length
 from drivetrain.data.order import BatchInfo, BatchOrder, IndexOrder, ReplicaOrder, SampleOrder, SamplerOrder
 from drivetrain.data.randomness import RngMode
-from drivetrain.data.stream import FilterReader, IterableMode, ShardedReader
+from drivetrain.data.stream import IterableMode
 
 OWN_NAMES: tuple[str, ...] = (
     *("shuffle", "random_seed", "sampler", "batch_sampler", "move_output", "loading_bar"),
@@ -57,27 +56,23 @@ def _check_values(own: Mapping[str, object], given: Mapping[str, object]) -> Non
             f"shuffle={own['shuffle']!r}: expected True or False. The second argument is shuffle; the batch size is a keyword: "
             f"batch_size={own['shuffle']!r}."
         )
-    for name, choices in (
-        ("rng", get_args(RngMode)),
-        ("iterable", get_args(IterableMode)),
-        ("resident", ("auto", True, False)),
-    ):
-        if own[name] not in choices or (
-            name == "resident" and isinstance(own[name], int) and not isinstance(own[name], bool)
-        ):
-            raise ParameterError(unknown_name("value", own[name], map(str, choices), where=name))
-    check_count("prefetch", own["prefetch"], at_least=0, error=ParameterError)
-    if own["random_seed"] is not None and not _is_whole(own["random_seed"]):
+    for name, choices in (("rng", get_args(RngMode)), ("iterable", get_args(IterableMode)), ("resident", ("auto",))):
+        if own[name] not in choices and not (name == "resident" and isinstance(own[name], bool)):
+            choices = ("auto", "True", "False") if name == "resident" else choices
+            raise ParameterError(unknown_name("value", own[name], choices, where=name))
+    if own["random_seed"] is not None and (not isinstance(own["random_seed"], int) or own["random_seed"] is True):
         raise ParameterError(
             f"random_seed={own['random_seed']!r}: expected a whole number, or None for the run's seed."
         )
     if own["name"] is not None and not isinstance(own["name"], str):
         raise ParameterError(f"name={own['name']!r}: expected a text that identifies this loader, or None.")
-    if own["global_batch_size"] is not None:
-        check_count("global_batch_size", own["global_batch_size"], at_least=1, error=ParameterError)
-    if given.get("batch_size", 1) is not None:
-        check_count("batch_size", given.get("batch_size", 1), at_least=1, error=ParameterError)
-    check_count("num_workers", given.get("num_workers", 0), at_least=0, error=ParameterError)
+    counts = {"prefetch": own["prefetch"], "num_workers": given.get("num_workers", 0)}
+    sizes = {"global_batch_size": own["global_batch_size"], "batch_size": given.get("batch_size", 1)}
+    for name, value in counts.items():
+        check_count(name, value, at_least=0, error=ParameterError)
+    for name, value in sizes.items():
+        if value is not None:
+            check_count(name, value, at_least=1, error=ParameterError)
 
 
 def _check_combinations(dataset: object, own: Mapping[str, object], given: Mapping[str, object]) -> None:
@@ -92,9 +87,8 @@ def _check_combinations(dataset: object, own: Mapping[str, object], given: Mappi
         for name in ("shuffle", "sampler", "batch_sampler"):
             if own[name]:
                 raise ParameterError(
-                    f"{name} is set together with an IterableDataset, which has no index to choose from. Shuffle "
-                    f"inside the dataset, or use a "
-                    "dataset with __getitem__ and __len__."
+                    f"{name} is set together with an IterableDataset, which has no index to choose from. Shuffle inside the "
+                    "dataset, or use a dataset with __getitem__ and __len__."
                 )
     if own["sampler"] is not None and own["shuffle"]:
         raise ParameterError("sampler and shuffle=True are both set; each decides the order. Give one of them.")
@@ -116,10 +110,6 @@ def _check_combinations(dataset: object, own: Mapping[str, object], given: Mappi
         )
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def local_batch_size(global_batch_size: int, world: int) -> int:
     """Return one rank's part of a global batch.
 
@@ -138,17 +128,12 @@ def local_batch_size(global_batch_size: int, world: int) -> int:
 
 def arguments_of(loader: DataLoader[object]) -> Settings:
     """Return the arguments that make a loader like a plain torch one."""
-    arguments: Settings = {
-        "dataset": loader.dataset,
-        "collate_fn": None if loader.collate_fn in (default_collate, default_convert) else loader.collate_fn,
-        **{
-            name: getattr(loader, name)
-            for name in ("num_workers", "pin_memory", "timeout", "worker_init_fn", "generator")
-        },
-    }
+    names = ["dataset", "num_workers", "pin_memory", "timeout", "worker_init_fn", "generator"]
     if loader.num_workers:
-        names = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
-        arguments.update({name: getattr(loader, name) for name in names})
+        names += ["prefetch_factor", "persistent_workers", "multiprocessing_context"]
+    arguments: Settings = {name: getattr(loader, name) for name in names}
+    if loader.collate_fn not in (default_collate, default_convert):
+        arguments["collate_fn"] = loader.collate_fn
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
         return {**arguments, "batch_sampler": loader.batch_sampler}
     arguments |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
@@ -163,28 +148,6 @@ def arguments_of(loader: DataLoader[object]) -> Settings:
 Collate = Callable[[Any], Batch]
 
 
-@dataclass(kw_only=True)
-class BatchSource:
-    """Either an order and a fetch, or the reader of a stream."""
-
-    order: SampleOrder | None = None
-    fetch: GatherFetch | UserFetch | None = None
-    columns: Columns | None = None
-    """The tensors that are gathered; None where user code makes the batches."""
-    length: int | None = None
-    """Samples of the dataset, where it says so."""
-    reader: FilterReader | ShardedReader | None = None
-
-
-def stream_source(
-    dataset: object, collate: Collate | None, batched: bool, rng: RngMode, mode: IterableMode
-) -> BatchSource:
-    """Return the source of an iterable dataset."""
-    kind = FilterReader if mode == "filter" else ShardedReader
-    used = collate or (default_collate if batched else default_convert)
-    return BatchSource(reader=kind(dataset, used, batched=batched, rng=rng, own_collate=collate is not None))
-
-
 def indexed_source(
     dataset: Any,
     shuffle: bool,
@@ -193,11 +156,11 @@ def indexed_source(
     collate: Collate | None,
     batched: bool,
     rng: RngMode,
-) -> BatchSource:
-    """Return the source of data with an index: whose order it is, and whether its rows are gathered."""
+) -> tuple[SampleOrder, GatherFetch | UserFetch, int | None]:
+    """Return the order of data with an index, how its batches are read, and its length where it has one."""
     columns = find_columns(dataset)
     has_keys = sampler is not None or batch_sampler is not None
-    length = sized_length(dataset, columns) if has_keys else dataset_length(dataset, columns)
+    length = dataset_length(dataset, has_keys) if columns is None else len(columns)
     gathered = columns if collate is None and batched else None
     order: SampleOrder
     if batch_sampler is not None:
@@ -209,9 +172,9 @@ def indexed_source(
     else:
         order = IndexOrder(dataset if columns is None else columns, shuffle)
     if gathered is not None:
-        return BatchSource(order=order, fetch=GatherFetch(gathered), columns=gathered, length=length)
+        return order, GatherFetch(gathered), length
     samples = ColumnSamples(columns) if columns is not None and isinstance(dataset, dict | tuple) else dataset
-    return BatchSource(order=order, fetch=UserFetch(samples, collate, batched=batched, rng=rng), length=length)
+    return order, UserFetch(samples, collate, batched=batched, rng=rng), length
 
 
 VERSION = 1
@@ -256,7 +219,7 @@ def check_state(state: object, length: int | None, last: int | None, strict: boo
             f"loader state: {'; '.join(wrong)}. Expected {', '.join(REQUIRED)} as state_dict() returns them."
         )
     for name in ("seed", "epoch", "position", "version"):
-        if not isinstance(state[name], int) or isinstance(state[name], bool) or (name != "seed" and state[name] < 0):
+        if type(state[name]) is not int or (name != "seed" and state[name] < 0):
             raise StateError(f"loader state: {name} is {state[name]!r}, expected a whole number of at least 0.")
     if state["version"] > VERSION:
         raise ResumeError(

@@ -1,33 +1,36 @@
-"""Iterable datasets: streams without an index, split over ranks and workers, with an exact place to continue from.
+"""Iterable datasets: streams without an index, split over ranks and workers, with an exact position to continue from.
 
 `filter`: every rank (and worker) reads the whole stream and keeps its slices of each global batch. Reading is repeated, but the batches
 are exactly those of one process, for any number of ranks and workers, and one state of the stream fits them all. `sharded`: the dataset
-splits itself by rank and worker; each part has a place of its own, so a run must be continued with as many ranks and workers as it had.
+splits itself by rank and worker; each part has a position of its own, so a run must be continued with as many ranks and workers as it had.
 
-A reader is in the process that reads, this one or a worker. It opens the stream at a place, seeds the shared generators for each step so
+A reader is in the process that reads, this one or a worker. It opens the stream at a position, seeds the shared generators for each step so
 that what user code draws depends on the position alone, and returns the position after each batch. A stream with
-`state_dict`/`load_state_dict`, on the dataset or on the iterator it returns, continues at once; any other is read again up to the place.
+`state_dict`/`load_state_dict`, on the dataset or on the iterator it returns, continues at once; any other is read again up to the position.
 """
 
 import copy
 import itertools
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal
 
 import torch.utils.data
+from torch.utils.data import default_collate, default_convert
 
 from drivetrain.core.errors import DistributedError, ResumeError
 from drivetrain.core.types import Batch, StateDict
-from drivetrain.data.order import BatchInfo, Pairs, RankShare, share_of
-from drivetrain.data.randomness import RngMode, keep_generators, restore_generators, seed_generators
+from drivetrain.data.order import BatchInfo, Pairs, RankShare, keeps_state, share_of
+from drivetrain.data.randomness import RngMode, SeededGenerators, seed_generators
 from drivetrain.data.workers import WorkerPool
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.seeds import derive_seed
 
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+IterableMode = Literal["filter", "sharded"]
 IDLE = "idle"
 """The answer to a job that only passes the turn to the next worker."""
 
@@ -49,54 +52,32 @@ class StreamStart:
 class StreamReader:
     """Reads a stream in order, on generators seeded for the place in it."""
 
-    def __init__(
-        self, dataset: Any, collate: Callable[[Any], Batch], *, batched: bool, rng: RngMode, own_collate: bool
-    ):
-        self.dataset, self.collate, self.batched, self.rng, self.own_collate = (
-            dataset,
-            collate,
-            batched,
-            rng,
-            own_collate,
-        )
-        self.puts_back = True
+    def __init__(self, dataset: Any, collate: Callable[[Any], Batch] | None, *, batched: bool, rng: RngMode):
+        self.dataset, self.batched, self.rng = dataset, batched, rng
+        self.own_collate = collate is not None
+        self.collate: Callable[[Any], Batch] = collate or (default_collate if batched else default_convert)
+        self.restores_generators = True
         self.iterator: Any = iter(())
-
-    def fresh(self) -> Self:
-        """Return a reader of the same stream that has not been opened."""
-        other = copy.copy(self)
-        other.iterator = iter(())
-        return other
 
     def open(self, start: StreamStart, state: Any, *lane: int) -> None:
         """Begin the stream, at `state` if there is one; `lane` keys the random numbers of one of several streams."""
         self.start, self.lane = start, lane
-        with_state = state is not None
-
-        def begin() -> Iterator[Batch]:
+        with self.seeded("open"):
             if callable(getattr(self.dataset, "set_epoch", None)):
                 self.dataset.set_epoch(start.epoch)
-            if with_state and _keeps_state(self.dataset):
+            dataset_restores = keeps_state(self.dataset)
+            if state is not None and dataset_restores:
                 self.dataset.load_state_dict(copy.deepcopy(state))
-                return iter(self.dataset)
-            iterator = iter(self.dataset)
-            if with_state:
-                iterator.load_state_dict(copy.deepcopy(state))
-            return iterator
+            self.iterator = iter(self.dataset)
+            if state is not None and not dataset_restores:
+                self.iterator.load_state_dict(copy.deepcopy(state))
 
-        self.iterator = self.seeded(begin, "open")
-
-    def seeded(self, action: Callable[[], T], name: str, *place: int) -> T:
-        """Run user code on seeded generators and put the caller's back."""
+    def seeded(self, name: str, *place: int) -> AbstractContextManager[None]:
+        """Return a context in which user code runs on generators seeded for a place."""
         if self.rng == "off":
-            return action()
-        kept = keep_generators() if self.puts_back else None
-        try:
-            seed_generators(derive_seed(self.start.seed, name, self.start.epoch, *self.lane, *place))
-            return action()
-        finally:
-            if kept is not None:
-                restore_generators(kept)
+            return nullcontext()
+        seed = derive_seed(self.start.seed, name, self.start.epoch, *self.lane, *place)
+        return SeededGenerators(seed, self.restores_generators)
 
     def take(self, position: int, count: int) -> list[object]:
         """Read up to `count` samples, the first of which is at `position`."""
@@ -116,12 +97,12 @@ class StreamReader:
         place = 0
         while place < position:
             wanted = min(step, position - place)
-            read = len(self.seeded(partial(self.take, place, wanted), "stream", place))
+            with self.seeded("stream", place):
+                read = len(self.take(place, wanted))
             place += read
             if read < wanted:
                 raise ResumeError(
-                    f"the stream ended after {place} samples, but the run must continue after {position}. Resume with the same "
-                    f"data."
+                    f"the stream ended after {place} samples, but the run must continue after {position}. Resume with the same data."
                 )
 
     def collated(self, samples: list[object], *place: int) -> Batch:
@@ -133,49 +114,40 @@ class StreamReader:
     def place(self, ended: bool) -> StateDict | None:
         """Return the position of the stream now, or None if it has none; at its end it may have gone back to the beginning."""
         for part in (self.iterator, self.dataset):
-            if _keeps_state(part) and not ended:
+            if keeps_state(part) and not ended:
                 return {"state": copy.deepcopy(part.state_dict()), "ended": False}
         return {"state": None, "ended": True} if ended else None
-
-
-def _keeps_state(part: object) -> bool:
-    return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
 
 
 class FilterReader(StreamReader):
     """Yields this rank's part of every global batch of the stream."""
 
-    def batches(
-        self, start: StreamStart, wanted: Callable[[int], bool] = lambda number: True
-    ) -> Iterator[tuple[BatchInfo, Batch]]:
+    def batches(self, start: StreamStart, wanted: Callable[[int], bool] = lambda number: True) -> Pairs:
         """Yield info and batch for each batch whose number since the start is `wanted`, and (info, None) for the others."""
-        position, whole = start.position, start.share.batch_size * start.share.world
+        position = start.position
         saved = start.stream or {"state": None, "ended": False}
         if saved["ended"]:
             return
         self.open(start, saved["state"])
         if saved["state"] is None:
-            self.skip(position, whole)
+            self.skip(position, start.share.whole)
         for number in itertools.count():
-            read = partial(self._next, position, start.share, wanted(number))
-            step = self.seeded(read, "stream", position)
+            with self.seeded("stream", position):
+                step = self._next(position, start.share, wanted(number))
             if step is None:
                 return
             yield step
             position = step[0].end
 
     def _next(self, position: int, share: RankShare, wanted: bool) -> tuple[BatchInfo, Batch] | None:
-        whole = share.batch_size * share.world
-        samples = self.take(position, whole)
-        if not samples or (share.drop_last and len(samples) < whole):
+        samples = self.take(position, share.whole)
+        count, is_short = len(samples), len(samples) < share.whole
+        if not samples or (share.drop_last and is_short):
             return None
-        offset, size = share_of(len(samples), share.rank, share.world)
+        offset, size = share_of(count, share.rank, share.world)
         own = samples[offset : offset + size] or samples[-1:]
-        first, end = position + offset, position + len(samples)
-        place, index = self.place(ended=len(samples) < whole), position // whole
-        info = BatchInfo(
-            self.start.epoch, index, first, size, len(samples), int(size == 0), end, last=None, stream=place
-        )
+        index, first, pad, stream = position // share.whole, position + offset, int(size == 0), self.place(is_short)
+        info = BatchInfo(self.start.epoch, index, first, size, count, pad, position + count, last=None, stream=stream)
         return info, self.collated(own, first) if wanted else None
 
 
@@ -195,7 +167,8 @@ class ShardedReader(StreamReader):
         if place["state"] is None:
             self.skip(read, size)
         while True:
-            step = self.seeded(partial(self._next, read, size, start.share.drop_last), "stream", read)
+            with self.seeded("stream", read):
+                step = self._next(read, size, start.share.drop_last)
             if step is None:
                 return
             read = step[2]["samples"]
@@ -211,16 +184,15 @@ class ShardedReader(StreamReader):
 
 
 class StreamAnswer:
-    """Answers a worker's job `(start, number)`: the batch of that number, or None at the end of the stream."""
+    """Answers a worker's job: the batch of a number, or None at the end of the stream."""
 
     def __init__(self, reader: StreamReader):
-        self.reader = reader.fresh()
-        self.reader.puts_back = False
+        self.reader = copy.copy(reader)
+        self.reader.restores_generators = False
         self.token: int | None = None
         self.steps: Iterator[tuple[object, ...]] = iter(())
 
-    def __call__(self, job: tuple[StreamStart, int]) -> object:
-        start, number = job
+    def __call__(self, start: StreamStart, number: int) -> object:
         info = torch.utils.data.get_worker_info()
         if isinstance(self.reader, ShardedReader):
             if number < 0:
@@ -257,17 +229,12 @@ class HiddenWorker:
             self.init(worker_id)
 
 
-logger = logging.getLogger(__name__)
-
-IterableMode = Literal["filter", "sharded"]
-
-
 def filtered_batches(reader: FilterReader, start: StreamStart, pool: WorkerPool | None) -> Pairs:
     """Yield this rank's batches of the stream, read here or by workers."""
-    if start.position and start.stream is None:
-        _say_skipped(start.position)
+    if start.stream is None:
+        _log_skipped(start.position)
     if pool is None:
-        yield from reader.fresh().batches(start)
+        yield from copy.copy(reader).batches(start)
         return
     jobs = ((start, number) for number in itertools.count())
     for _, step in pool.run(jobs, derive_seed(start.seed, "workers", start.epoch, start.share.rank)):
@@ -279,15 +246,11 @@ def filtered_batches(reader: FilterReader, start: StreamStart, pool: WorkerPool 
 def sharded_batches(reader: ShardedReader, start: StreamStart, pool: WorkerPool | None, num_workers: int) -> Pairs:
     """Yield the batches of this rank's own stream; ranks that end early repeat their last batch as padding."""
     rank, world = start.share.rank, start.share.world
-    lanes = max(1, num_workers)
     stream = start.stream or {"workers": {}, "turn": 0}
-    skipped = sum(
-        place["samples"] for place in stream["workers"].values() if place["state"] is None and not place["ended"]
-    )
-    if skipped:
-        _say_skipped(skipped)
+    again = [place for place in stream["workers"].values() if place["state"] is None and not place["ended"]]
+    _log_skipped(sum(place["samples"] for place in again))
     turn = stream["turn"]
-    steps = _sharded_steps(reader, start, pool, lanes, turn)
+    steps = _sharded_steps(reader, start, pool, num_workers, turn)
     workers, position = dict(stream["workers"]), start.position
     last: tuple[int, Batch] | None = None
     for index in itertools.count(stream.get("batches", 0)):
@@ -312,11 +275,11 @@ def sharded_batches(reader: ShardedReader, start: StreamStart, pool: WorkerPool 
 
 
 def _sharded_steps(
-    reader: ShardedReader, start: StreamStart, pool: WorkerPool | None, lanes: int, turn: int
+    reader: ShardedReader, start: StreamStart, pool: WorkerPool | None, num_workers: int, turn: int
 ) -> Iterator[tuple[int, int, Batch, StateDict, int]]:
     """Yield (worker, size, batch, place, next turn) in the order in which workers take turns."""
     if pool is None:
-        for size, batch, place in reader.fresh().batches(start, 0):
+        for size, batch, place in copy.copy(reader).batches(start, 0):
             yield 0, size, batch, place, 0
         return
     # Workers answer in turn from the first. Idle jobs bring the turn to the worker whose batch comes next.
@@ -325,11 +288,11 @@ def _sharded_steps(
     for (_, number), step in pool.run(jobs, derive_seed(start.seed, "workers", start.epoch, start.share.rank)):
         if step is None:
             ended += 1
-            if ended == lanes:
+            if ended == num_workers:
                 return
         elif step != IDLE:
             ended = 0
-            yield (*step, (number + turn + 1) % lanes)
+            yield (*step, (number + turn + 1) % num_workers)
 
 
 def mark_last(pairs: Pairs) -> Pairs:
@@ -363,8 +326,9 @@ def own_stream_state(stream: Any, mode: IterableMode, rank: int, world: int, num
     return stream["ranks"][rank]
 
 
-def _say_skipped(count: int) -> None:
-    logger.warning(
-        "the dataset has no state_dict: reading %d samples again and discarding them to continue at the same place",
-        count,
-    )
+def _log_skipped(count: int) -> None:
+    if count:
+        text = (
+            "the dataset has no state_dict: reading %d samples again and discarding them to continue at the same place"
+        )
+        logger.warning(text, count)

@@ -11,7 +11,6 @@ workers too; they leave it to the process that trains, which saves and then ends
 """
 
 import atexit
-import copy
 import os
 import signal
 import threading
@@ -29,7 +28,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
-from drivetrain.core.types import Batch, Settings, StateDict
+from drivetrain.core.types import Settings, StateDict
 from drivetrain.data.fetch import keys_of
 from drivetrain.data.order import BatchInfo
 from drivetrain.runtime.environment import end_with_parent
@@ -42,20 +41,15 @@ _running: weakref.WeakKeyDictionary[Any, "weakref.ref[DataLoader[object]]"] = we
 """torch's iterators that have started workers, each with its loader."""
 
 
-class _WorkerScopes(threading.local):
-    def __init__(self) -> None:
-        self.outermost: _WorkerScope | None = None
-
-
-class _WorkerScope:
+class _WorkerScope(threading.local):
     """What was started within the outermost `ending_workers()` of a thread."""
 
-    def __init__(self) -> None:
-        self.iterators: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.undo: list[Callable[[], None]] = []
+    is_open = False
+    iterators: "weakref.WeakSet[Any]"
+    undo: list[Callable[[], None]]
 
 
-_scopes = _WorkerScopes()
+_scope = _WorkerScope()
 
 
 class WorkerStart:
@@ -89,8 +83,8 @@ def start_iterator(loader: DataLoader[object], make: Callable[[], Any]) -> Any:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if hasattr(iterator, "_shutdown_workers"):
         _running[iterator] = weakref.ref(loader)
-        if _scopes.outermost is not None:
-            _scopes.outermost.iterators.add(iterator)
+        if _scope.is_open:
+            _scope.iterators.add(iterator)
         atexit.unregister(_end_all)
         atexit.register(_end_all)  # before torch's own, which waits for each worker in turn
     return iterator
@@ -99,23 +93,22 @@ def start_iterator(loader: DataLoader[object], make: Callable[[], Any]) -> Any:
 @contextmanager
 def ending_workers() -> Iterator[None]:
     """End all workers that are started within, however the block ends; inside another such block that one ends them."""
-    if _scopes.outermost is not None:
+    if _scope.is_open:
         yield
         return
-    scope = _scopes.outermost = _WorkerScope()
+    _scope.is_open, _scope.iterators, _scope.undo = True, weakref.WeakSet(), []
     try:
         yield
     finally:
-        _scopes.outermost = None
-        end_workers(list(scope.iterators))
-        for undo in scope.undo:
+        _scope.is_open = False
+        end_workers(list(_scope.iterators))
+        for undo in _scope.undo:
             undo()
 
 
 def guard_workers(loader: DataLoader[object]) -> None:
     """Treat the workers of a user's plain loader like ours until the surrounding `ending_workers()` ends."""
-    scope = _scopes.outermost
-    if scope is None or not loader.num_workers or "_get_iterator" in vars(loader):
+    if not _scope.is_open or not loader.num_workers or "_get_iterator" in vars(loader):
         return
     init, make = loader.worker_init_fn, loader._get_iterator
 
@@ -123,7 +116,7 @@ def guard_workers(loader: DataLoader[object]) -> None:
         vars(loader).pop("_get_iterator", None)
         loader.worker_init_fn = init
 
-    scope.undo.append(undo)
+    _scope.undo.append(undo)
     loader.worker_init_fn = WorkerStart(init)
     loader._get_iterator = lambda: start_iterator(loader, make)  # type: ignore[method-assign]
 
@@ -168,7 +161,7 @@ def _forget_all() -> None:
     for iterator in list(_running):
         iterator._shutdown = True
     _running.clear()
-    _scopes.outermost = None
+    _scope.is_open = False
 
 
 if hasattr(os, "register_at_fork"):
@@ -181,12 +174,12 @@ class WorkerSide(Dataset[object]):
     It replaces the dataset in `get_worker_info()`, so names it does not know are the dataset's, for reading and writing.
     """
 
-    def __init__(self, dataset: object, answer: Callable[[Any], object]):
+    def __init__(self, dataset: object, answer: Callable[..., object]):
         own = self.__dict__
         own["dataset"], own["answer"] = dataset, answer
 
-    def __getitem__(self, job: object) -> object:
-        return self.__dict__["answer"](job)
+    def __getitem__(self, job: tuple[object, ...]) -> object:
+        return self.__dict__["answer"](*job)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -203,18 +196,6 @@ class WorkerSide(Dataset[object]):
         self.__dict__.update(state)
 
 
-class FetchAnswer:
-    """Answers a job `(info, seed)` with the batch."""
-
-    def __init__(self, fetch: Any):
-        self.fetch = copy.copy(fetch)
-        self.fetch.puts_back = False
-
-    def __call__(self, job: tuple[BatchInfo, int]) -> Batch:
-        info, seed = job
-        return self.fetch(info, seed)
-
-
 def fetch_jobs(infos: Iterator[BatchInfo], seed: int) -> Iterator[tuple[BatchInfo, int]]:
     """Return the jobs of an epoch."""
     for info in infos:
@@ -224,13 +205,17 @@ def fetch_jobs(infos: Iterator[BatchInfo], seed: int) -> Iterator[tuple[BatchInf
 
 
 class _JobSampler:
-    """The sampler of the inner DataLoader: whatever jobs the next iteration has."""
+    """The sampler of the inner DataLoader: the jobs of the next iteration, each noted when it is sent."""
 
     def __init__(self) -> None:
         self.jobs: Iterator[object] = iter(())
+        self.sent: deque[object] = deque()
 
     def __iter__(self) -> Iterator[object]:
-        return self.jobs
+        sent = self.sent
+        for job in self.jobs:
+            sent.append(job)
+            yield job
 
 
 class WorkerPool:
@@ -257,8 +242,8 @@ class WorkerPool:
         self._busy = True
         iterator = None
         try:
-            sent: deque[object] = deque()
-            self._sampler.jobs = _recorded(jobs, sent)
+            sent = self._sampler.sent = deque()
+            self._sampler.jobs = jobs
             self._inner.generator.manual_seed(base_seed)
             iterator = start_iterator(self._inner, self._inner.__iter__)
             for answer in iterator:
@@ -272,12 +257,6 @@ class WorkerPool:
         """End the workers; the next run starts new ones."""
         if self._inner._iterator is not None:
             end_workers([self._inner._iterator])
-
-
-def _recorded(jobs: Iterator[object], sent: deque[object]) -> Iterator[object]:
-    for job in jobs:
-        sent.append(job)
-        yield job
 
 
 def _as_it_is(answer: object) -> object:
