@@ -135,7 +135,8 @@ def _decode(archive: Path, max_bytes: int) -> dict[str, Split]:
     total = 0
     with open(archive, "rb") as plain:
         head = plain.read(8)
-    unpack = next((opener for magic, opener in _COMPRESSIONS if head.startswith(magic)), partial(open, mode="rb"))
+    openers = [opener for magic, opener in _COMPRESSIONS if head.startswith(magic)]
+    unpack: Callable[[Any], Any] = openers[0] if openers else partial(open, mode="rb")
     with unpack(archive) as packed, _open_tar(packed, max_bytes, archive) as tar:
         for member in tar:
             parts = Path(member.name).parts

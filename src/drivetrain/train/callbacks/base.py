@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from drivetrain.train.trainer import Trainer
 
 
+OnChange = Callable[[Sequence[object]], None]
+
+
 class TrainerReference:
     """An attribute of a callback that refers to the trainer of a run without keeping it alive."""
 
@@ -134,11 +137,11 @@ class CallbackHandler:
     `call_event`.
     """
 
-    def __init__(self, callbacks: Iterable[object] = (), on_change: Callable[[Sequence[object]], None] | None = None):
-        self._callbacks: tuple[object, ...] = ()
-        self._is_enabled = True
+    _is_enabled = True
+
+    def __init__(self, callbacks: Iterable[object] = (), on_change: OnChange | None = None):
         self.watch(on_change)
-        self.add_callbacks(callbacks)
+        self.callbacks = callbacks
 
     @property
     def callbacks(self) -> tuple[object, ...]:
@@ -147,7 +150,7 @@ class CallbackHandler:
 
     @callbacks.setter
     def callbacks(self, callbacks: Iterable[object]) -> None:
-        self._callbacks = ()
+        self._callbacks: tuple[object, ...] = ()
         self.add_callbacks(callbacks)
 
     @property
@@ -193,22 +196,23 @@ class CallbackHandler:
 
     def clear_callbacks(self) -> None:
         """Remove all callbacks."""
-        self._callbacks = ()
-        self._changed()
+        self.callbacks = ()
 
     def call_event(self, event: str, *args: object, **kwargs: Any) -> None:
         """Call the method `event` of every callback that has it, with the keyword arguments that it takes."""
+        known = EVENT_OF_HOOK.get(event)
         for callback in tuple(self):
-            method = _find_method(callback, event)
-            if method is not None:
+            name = event if known is None else method_for(callback, known) or event  # whichever spelling it uses
+            method = getattr(callback, name if name.startswith("on_") else event, None)
+            if callable(method):
                 method(*args, **_accepted(method, kwargs))
 
-    def watch(self, on_change: Callable[[Sequence[object]], None] | None) -> None:
+    def watch(self, on_change: OnChange | None) -> None:
         """Call a function whenever the callbacks change. The object of a bound method is not kept alive."""
-        find: Callable[[], Callable[[Sequence[object]], None] | None] = lambda: on_change
-        if on_change is not None and inspect.ismethod(on_change):
-            find = weakref.WeakMethod(on_change)
-        self._on_change = find
+        is_method = inspect.ismethod(on_change)
+        self._on_change: Callable[[], OnChange | None] = (
+            weakref.WeakMethod(on_change) if is_method else lambda: on_change
+        )
 
     def _changed(self) -> None:
         if (on_change := self._on_change()) is not None:
@@ -218,14 +222,6 @@ class CallbackHandler:
 def is_fresh_run(trainer: "Trainer") -> bool:
     """Return whether a training run starts from the beginning and is not resumed."""
     return trainer.state.clock.batch == 0
-
-
-def _find_method(callback: object, event: str) -> Callable[..., object] | None:
-    """Return the callback's method for an event under whichever spelling it uses."""
-    known = EVENT_OF_HOOK.get(event)
-    name = event if known is None else method_for(callback, known) or event
-    method = getattr(callback, name if name.startswith("on_") else event, None)
-    return method if callable(method) else None
 
 
 def _accepted(method: Callable[..., object], kwargs: Mapping[str, object]) -> Mapping[str, object]:

@@ -2,13 +2,14 @@
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.core.plugin import Logger
 from drivetrain.runtime.ranks import is_distributed, num_data_ranks
@@ -62,9 +63,7 @@ class StepBasedEvaluationCallback(TrainerCallback):
     writes = ("model", "batch", "outputs", "loss")
 
     def __init__(self, eval_every_n_steps: int):
-        if eval_every_n_steps < 1:
-            raise ConfigError(f"eval_every_n_steps={eval_every_n_steps}: expected at least 1.")
-        self.eval_every_n_steps = eval_every_n_steps
+        self.eval_every_n_steps = check_count("eval_every_n_steps", eval_every_n_steps)
 
     def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Raise if the run has no evaluation data."""
@@ -87,15 +86,13 @@ class StepBasedEvaluationCallback(TrainerCallback):
 class LimitEvalStepsCallback(TrainerCallback):
     """Evaluates on fewer batches: `num_eval_steps` in total, divided over the processes.
 
-    The evaluation loader is put behind a slice once, and the slice is opened and closed per evaluation.
+    The evaluation loader is wrapped in a slice once, whose size is set for each evaluation.
     """
 
     writes = ("dataloader",)
 
     def __init__(self, num_eval_steps: int, limit_intermediate_only: bool = True):
-        if num_eval_steps < 1:
-            raise ConfigError(f"num_eval_steps={num_eval_steps}: expected at least 1.")
-        self.num_eval_steps = num_eval_steps
+        self.num_eval_steps = check_count("num_eval_steps", num_eval_steps)
         self.limit_intermediate_only = limit_intermediate_only
         self._slices: list[DataLoaderSlice] = []
 
@@ -119,12 +116,10 @@ class LimitEvalStepsCallback(TrainerCallback):
             self._set_size(self.num_eval_steps // num_data_ranks())
 
     def on_eval_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Remove the limit."""
+        """Remove the limit, also if an evaluation has failed."""
         self._set_size(None)
 
-    def on_exception(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Remove the limit also if an evaluation has failed."""
-        self.on_eval_epoch_end(trainer)
+    on_exception = on_eval_epoch_end
 
     def _sliced(self, loader: Iterable[object]) -> DataLoaderSlice:
         self._slices.append(DataLoaderSlice(loader, None))
@@ -146,33 +141,26 @@ class LimitBatchesCallback(TrainerCallback):
     custom_events = frozenset({"on_loaders_made"})
 
     def __init__(self, num_batches: int):
-        if num_batches < 1:
-            raise ConfigError(f"num_batches={num_batches}: expected at least 1.")
-        self.num_batches = num_batches
+        self.num_batches = check_count("num_batches", num_batches)
 
     def on_loaders_made(self, trainer: "Trainer", **kwargs: object) -> None:
         """Limit both loaders of a training run."""
         trainer.run.data.train = self._cut(trainer.run.data.train)
         trainer.run.data.evaluation = self._cut(trainer.run.data.evaluation)
 
-    def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Limit loaders that a trainer made without announcing them."""
-        self.on_loaders_made(trainer)
+    on_training_run_start = on_loaders_made  # of a trainer that makes loaders without announcing them
 
     def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Limit the loader of an evaluation outside training."""
         trainer.run.data.evaluation = self._cut(trainer.run.data.evaluation)
 
-    def _cut(self, loader: object) -> object:
-        return map_loaders(self._cut_one, loader)
+    def _cut(self, loaders: object) -> object:
+        def cut(loader: object) -> object:
+            size = loader.slice_size if isinstance(loader, DataLoaderSlice) else None
+            is_cut = size is not None and size <= self.num_batches
+            return loader if loader is None or is_cut else DataLoaderSlice(loader, self.num_batches)
 
-    def _cut_one(self, loader: object) -> object:
-        is_cut = (
-            isinstance(loader, DataLoaderSlice)
-            and loader.slice_size is not None
-            and loader.slice_size <= self.num_batches
-        )
-        return loader if loader is None or is_cut else DataLoaderSlice(loader, self.num_batches)
+        return map_loaders(cut, loaders)
 
 
 def with_limit_from_environment(callbacks: Iterable[object]) -> tuple[object, ...]:
@@ -188,20 +176,14 @@ WARM_UP = 3  # the first steps allocate and initialise, which waits
 @contextmanager
 def warnings_as_errors(is_strict: bool) -> Iterator[None]:
     """Raise Drivetrain's own warnings inside the block, if strict. Warnings of torch and others stay warnings."""
-    if not is_strict:
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DrivetrainWarning)
+    with warnings.catch_warnings() if is_strict else nullcontext():
+        if is_strict:
+            warnings.simplefilter("error", DrivetrainWarning)
         yield
 
 
 class StrictSteps(TrainerCallback):
     """Raises for a host synchronization inside a step, and for a trainable parameter without a gradient in the first window."""
-
-    def __init__(self) -> None:
-        self._steps_seen = 0
-        self._first_window = True
 
     def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Reset for a new run."""

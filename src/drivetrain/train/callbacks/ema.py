@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_number
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.plugin import Logger
 from drivetrain.core.time import Interval, ensure_time
@@ -33,12 +34,8 @@ class ModelEma(nn.Module):
 
     def __init__(self, model: nn.Module, decay: float = 0.9999):
         super().__init__()
-        if not 0 <= decay <= 1:
-            raise ConfigError(
-                f"decay={decay}: expected a number from 0 to 1; values near 1, such as 0.999, change slowly."
-            )
+        self.decay = _check_decay(decay)
         self.module = copy.deepcopy(unwrap(model)).requires_grad_(False).eval()
-        self.decay = decay
 
     def update_fn(self, ema_model_weights: Tensor, updated_model_weights: Tensor) -> Tensor:
         """Return the new average of one floating-point entry."""
@@ -75,6 +72,10 @@ class ModelEma(nn.Module):
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
     return itertools.chain(module.parameters(), module.buffers())
+
+
+def _check_decay(decay: float) -> float:
+    return check_number("decay", decay, at_least=0, at_most=1, hint="; values near 1, such as 0.999, change slowly")
 
 
 _PREFIX = "ema_model_"
@@ -124,9 +125,7 @@ class ModelEmaCallback(SaveBestModelCallback):
             save_scheduler=False,
             load_saved_checkpoint=False,
         )
-        if not 0 <= decay <= 1:
-            raise ConfigError(f"decay={decay}: expected a number from 0 to 1, near 1 for a slow average.")
-        self.decay = decay
+        self.decay = _check_decay(decay)
         self.evaluate_during_training = evaluate_during_training
         self.model_ema_cls = model_ema
         self.callback_handler = CallbackHandler(callbacks)
@@ -147,7 +146,7 @@ class ModelEmaCallback(SaveBestModelCallback):
         self.ema_model = self.model_ema_cls(model, decay=self.decay)
         if self._restored is not None:
             self.ema_model.load_state_dict(self._restored)
-            self._restored = None
+        self._restored = None
         if self.evaluate_during_training:
             self.ema_model.to(trainer.device)
         self._interval.reset(trainer.state.clock)
@@ -202,9 +201,7 @@ class ModelEmaCallback(SaveBestModelCallback):
         """Release the trainer. The trained model keeps its own weights."""
         self._trainer = None
 
-    def on_exception(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Release the trainer: the run has ended."""
-        self._trainer = None
+    on_exception = on_training_run_end
 
     def state_dict(self) -> StateDict:
         """Return the best value and the average itself."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.plugin import Logger
 from drivetrain.core.time import Interval, ensure_time
@@ -56,20 +57,16 @@ class ThroughputMonitor(TrainerCallback):
     def __init__(
         self, window_size: int = 100, flops_per_sample: float | str = "auto", peak_flops: float | str = "auto"
     ):
-        if window_size < 1:
-            raise ConfigError(f"window_size={window_size}: expected at least 1 batch.")
         for name, value in (("flops_per_sample", flops_per_sample), ("peak_flops", peak_flops)):
             if value != "auto" and (isinstance(value, str) or value <= 0):
                 raise ConfigError(f"{name}={value!r}: expected a number above 0, or 'auto'.")
-        self.window_size = window_size
-        self.flops_per_sample = flops_per_sample
-        self.peak_flops = peak_flops
+        self.window_size = check_count("window_size", window_size)
+        self.flops_per_sample, self.peak_flops = flops_per_sample, peak_flops
         self._flops: float | None = None
         self._peak: float | None = None
         self._counter: FlopCounterMode | None = None
         self._counts: tuple[int, int, int] = (0, 0, 0)
-        self._seconds = 0.0
-        self._since = 0.0
+        self._seconds = self._since = 0.0
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Look up the device."""
@@ -80,6 +77,8 @@ class ThroughputMonitor(TrainerCallback):
     def epoch_start(self, state: State, logger: Logger) -> None:
         """Start the clock."""
         self._since = time.perf_counter()
+
+    eval_end = epoch_start
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Count the FLOPs of the first batch."""
@@ -92,7 +91,9 @@ class ThroughputMonitor(TrainerCallback):
     def batch_end(self, state: State, logger: Logger) -> None:
         """End the FLOPs count, and log a full window."""
         if self._counter is not None and self._flops is None:
-            self._close_counter(state)
+            self._counter.__exit__(None, None, None)
+            samples = (state.clock.sample - self._counts[1]) / get_num_processes()
+            self._flops = self._counter.get_total_flops() / samples if samples else 0.0
             self._restart(state)  # a counted batch is a slow one
         elif state.clock.batch - self._counts[0] >= self.window_size:
             self._log(state, logger)
@@ -100,10 +101,6 @@ class ThroughputMonitor(TrainerCallback):
     def eval_start(self, state: State, logger: Logger) -> None:
         """Stop the clock."""
         self._seconds += time.perf_counter() - self._since
-
-    def eval_end(self, state: State, logger: Logger) -> None:
-        """Start the clock again."""
-        self._since = time.perf_counter()
 
     def epoch_end(self, state: State, logger: Logger) -> None:
         """Log a run's first numbers if the epoch is shorter than a window. Then stop the clock."""
@@ -119,12 +116,6 @@ class ThroughputMonitor(TrainerCallback):
     def _restart(self, state: State) -> None:
         clock = state.clock
         self._counts, self._seconds, self._since = (clock.batch, clock.sample, clock.token), 0.0, time.perf_counter()
-
-    def _close_counter(self, state: State) -> None:
-        assert self._counter is not None
-        self._counter.__exit__(None, None, None)
-        samples = (state.clock.sample - self._counts[1]) / get_num_processes()
-        self._flops = self._counter.get_total_flops() / samples if samples else 0.0
 
     def _log(self, state: State, logger: Logger) -> None:
         seconds = self._seconds + time.perf_counter() - self._since
@@ -162,9 +153,7 @@ class _IntervalMonitor(TrainerCallback):
         if self._interval.due(state.clock):
             logger.log_metrics(self.measure(state))
 
-    def epoch_end(self, state: State, logger: Logger) -> None:
-        """Log when an interval in epochs is due."""
-        self.batch_end(state, logger)
+    epoch_end = batch_end
 
     def measure(self, state: State) -> Mapping[str, float | Tensor]:
         """Return the numbers of this moment."""
@@ -176,7 +165,17 @@ class MemoryMonitor(_IntervalMonitor):
 
     def measure(self, state: State) -> dict[str, float]:
         """Return the memory in use."""
-        return _memory(torch.device(state.device))
+        device = torch.device(state.device)
+        if device.type != "cuda":
+            import resource
+
+            return {"memory/peak_process_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}  # of KiB
+        return {
+            "memory/peak_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
+            "memory/allocated_gib": torch.cuda.memory_allocated(device) / GIB,
+            "memory/peak_reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
+            "memory/reserved_gib": torch.cuda.memory_reserved(device) / GIB,
+        }
 
 
 class LRMonitor(_IntervalMonitor):
@@ -191,10 +190,8 @@ LearningRateMonitor = LRMonitor
 
 
 def _can_be_counted(model: object) -> bool:
-    """Whether the operations of a step pass where a counter sees them; those of a compiled model do not."""
-    if not isinstance(model, nn.Module):
-        return False
-    return not any(wrapping_of(part) in _COMPILED for part in model.modules())
+    """Return whether a counter sees the operations of a step; it does not see those of a compiled model."""
+    return isinstance(model, nn.Module) and not any(wrapping_of(part) in _COMPILED for part in model.modules())
 
 
 def _peak_of(device: torch.device | str) -> float | None:
@@ -202,21 +199,6 @@ def _peak_of(device: torch.device | str) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
-
-
-def _memory(device: torch.device) -> dict[str, float]:
-    if device.type == "cuda":
-        return {
-            "memory/peak_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
-            "memory/allocated_gib": torch.cuda.memory_allocated(device) / GIB,
-            "memory/peak_reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
-            "memory/reserved_gib": torch.cuda.memory_reserved(device) / GIB,
-        }
-    import resource
-
-    return {
-        "memory/peak_process_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-    }  # Linux counts KiB
 
 
 def learning_rates(optimizers: Sequence[Any] | None) -> dict[str, float | Tensor]:
