@@ -114,7 +114,7 @@ class SmartDataLoader(DataLoader[T_co]):
             sampler = self._order
         super().__init__(dataset, sampler=sampler, batch_sampler=batch_sampler, **dataloader_kwargs)
 
-        self._seed, self._seed_agrees = self._first_seed(random_seed, name, dataloader_kwargs.get("generator"))
+        self._seed, self._seed_agrees = self._first_seed()
         self._cursor = Cursor()
         self._device: torch.device | None = None
         self._placed: tuple[torch.device, GatherFetch | None] | None = None
@@ -209,7 +209,10 @@ class SmartDataLoader(DataLoader[T_co]):
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]
         share = self._share()
-        self._agree_on_seed()
+        draws = self._draws_random or getattr(self._order, "shuffle", True)
+        if draws and not self._seed_agrees and get_num_processes() > 1:
+            # Ranks may differ, and something is drawn from the seed: take rank 0's. A collective, once.
+            self._seed, self._seed_agrees = broadcast_from_master(self._seed), True
         last = self._cursor  # claim the next epoch, or the position that was restored
         cursor = Cursor(last.epoch + 1) if last.started else Cursor(last.epoch, last.start, stream=last.stream)
         cursor.started = True
@@ -415,31 +418,22 @@ class SmartDataLoader(DataLoader[T_co]):
 
     # ------------------------------------------------------------------ building
 
-    def _first_seed(
-        self, random_seed: int | None, name: str | None, generator: torch.Generator | None
-    ) -> tuple[int, bool]:
+    def _first_seed(self) -> tuple[int, bool]:
         """Return the seed, and whether all ranks have the same."""
-        if random_seed is not None:
-            return random_seed, True
-        if generator is not None:
-            return generator.initial_seed(), False
-        run = current_run()
+        if self._arguments["random_seed"] is not None:
+            return self._arguments["random_seed"], True
+        if self.generator is not None:
+            return self.generator.initial_seed(), False
+        run, name = current_run(), self.name
         if run is None:
             return torch.initial_seed(), False
         if name is not None:
             return derive_seed(run.seed, f"loader:{name}"), True
         return derive_seed(run.seed, "loader", run.next_index("loader")), True
 
-    def _agree_on_seed(self) -> None:
-        """Take rank 0's seed where something is drawn from it and ranks may differ; a collective, once."""
-        draws = self._draws_random or getattr(self._order, "shuffle", True)
-        if draws and not self._seed_agrees and get_num_processes() > 1:
-            self._seed, self._seed_agrees = broadcast_from_master(self._seed), True
-
     def _share(self) -> RankShare:
-        world = num_data_ranks()
         size = self.batch_size if self.batch_sampler is None or self._batch_size is not None else None
-        return RankShare(data_rank(), world, size or 1, self.drop_last)
+        return RankShare(data_rank(), num_data_ranks(), size or 1, self.drop_last)
 
     def _samples(self) -> int | None:
         """Return the samples of an epoch, for the state; None where only the stream knows."""

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
-from types import FrameType
 from typing import Any
 
 import torch
@@ -61,16 +60,12 @@ class WorkerStart:
     def __call__(self, worker_id: int) -> None:
         for number in STOP_SIGNALS:
             # A handler, since programs that a worker starts would inherit SIG_IGN.
-            signal.signal(number, _leave_to_parent)
+            signal.signal(number, lambda number, frame: None)
         if hasattr(signal, "pthread_sigmask"):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         end_with_parent()
         if self.init is not None:
             self.init(worker_id)
-
-
-def _leave_to_parent(number: int, frame: FrameType | None) -> None:
-    pass
 
 
 def start_iterator(loader: DataLoader[object], make: Callable[[], Any]) -> Any:

@@ -9,6 +9,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,10 +52,10 @@ def select(named: Sequence[tuple[str, nn.Parameter]], entries: Iterable[str], wh
     """Return the parameters that the entries name, by identity; an entry that names nothing is an error."""
     chosen: dict[int, nn.Parameter] = {}
     for entry in entries:
-        found = [p for name, p in named if names_parameter(entry, name)]
+        found = {id(p): p for name, p in named if names_parameter(entry, name)}
         if not found:
             raise ConfigError(unknown_module(entry, [name for name, _ in named], where))
-        chosen.update((id(p), p) for p in found)
+        chosen |= found
     return chosen
 
 
@@ -101,11 +102,7 @@ def own_parameters(
     if not chosen:
         what = f"updated_modules={updated!r}" + (f" without excluded_modules={excluded!r}" if excluded else "")
         raise ConfigError(f"{what}: no parameter is left for the optimizer.")
-    own: dict[str, nn.Parameter] = {}
-    for name, p in named:
-        if chosen.pop(id(p), None) is not None:
-            own[name] = p
-    return own
+    return {name: p for name, p in named if chosen.pop(id(p), None) is not None}
 
 
 OptimizerMaker = Callable[..., Optimizer]
@@ -113,14 +110,18 @@ OptimizerMaker = Callable[..., Optimizer]
 
 def find_optimizer(optim_type: object) -> OptimizerMaker:
     """Return the optimizer class of a name (torch.optim, then drivetrain.optim, then a dotted path), or the maker given."""
-    if isinstance(optim_type, str):
-        return _checked_class(optim_type, _find_by_name(optim_type))
-    if isinstance(optim_type, type):
-        return _checked_class(optim_type.__name__, optim_type)
-    if callable(optim_type):
-        made: OptimizerMaker = optim_type
-        return made
-    raise ConfigError(f"optim_type={optim_type!r}: expected a name such as 'AdamW', an Optimizer class or a function.")
+    found: Any = _find_by_name(optim_type) if isinstance(optim_type, str) else optim_type
+    if not callable(found):
+        raise ConfigError(
+            f"optim_type={optim_type!r}: expected a name such as 'AdamW', an Optimizer class or a function."
+        )
+    if isinstance(optim_type, str | type):
+        name = optim_type if isinstance(optim_type, str) else optim_type.__name__
+        if not isinstance(found, type) or not issubclass(found, Optimizer) or found is Optimizer:
+            what = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
+            raise ConfigError(f"optim_type={name!r} is {what}; expected a subclass of torch.optim.Optimizer.")
+        _check_no_closure(found, name)
+    return found
 
 
 def build_optimizer(
@@ -132,8 +133,15 @@ def build_optimizer(
     """Return the optimizer over a unit's own parameters, its groups made by name pattern."""
     maker = find_optimizer(optim_type)
     label = optim_type if isinstance(optim_type, str) else getattr(optim_type, "__name__", repr(optim_type))
-    _check_conf(maker, label, optim_conf)
-    _check_shapes(maker, label, own)
+    if "params" in optim_conf:
+        raise ConfigError("optim_conf: 'params' comes from updated_modules and cannot be set.")
+    check_keywords(partial(maker, None), optim_conf, f"optim_conf: {label}")
+    others = [name for name, p in own.items() if p.ndim != 2]
+    if others and maker is torch.optim.Muon:
+        raise ConfigError(
+            f"optim_type={label!r} updates matrices only, and {len(others)} of {len(own)} parameters are not matrices "
+            f"({', '.join(others[:5])}). Use 'MuonHybrid', which gives the others to AdamW, or name matrices in updated_modules."
+        )
     arguments = _named_groups(own, groups, with_names=getattr(maker, "takes_names", False))
     try:
         optimizer = maker(arguments, **optim_conf)
@@ -144,14 +152,10 @@ def build_optimizer(
     for made in optimizer.param_groups:
         if not isinstance(made.get("lr", 0.0), torch.Tensor):
             check_number("lr", made.get("lr", 0.0), at_least=0, owner=label)
-    if _needs_closure(type(optimizer)) or getattr(optimizer, "needs_closure", False):
-        raise ConfigError(_closure_message(type(optimizer).__name__))
-    for group in groups:
-        for key in group:
-            if key != "match" and key not in optimizer.defaults:
-                raise ConfigError(
-                    unknown_name("option", key, list(optimizer.defaults), where=f"param_groups of {label}")
-                )
+    _check_no_closure(optimizer, type(optimizer).__name__)
+    for key in (key for group in groups for key in group):
+        if key != "match" and key not in optimizer.defaults:
+            raise ConfigError(unknown_name("option", key, list(optimizer.defaults), where=f"param_groups of {label}"))
     return optimizer
 
 
@@ -188,13 +192,13 @@ def _find_by_name(name: str) -> object:
 
 def optimizer_names() -> list[str]:
     """Return the names of torch's optimizers and of ours, for messages."""
-    names: list[str] = []
-    for package in (torch.optim, importlib.import_module("drivetrain.optim")):
-        for name in dir(package):
-            value = getattr(package, name) if name[:1].isupper() else None
-            if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer:
-                names.append(name)
-    return list(dict.fromkeys(names))
+    packages = (torch.optim, importlib.import_module("drivetrain.optim"))
+    values = {name: getattr(package, name) for package in packages for name in dir(package) if name[:1].isupper()}
+    return [
+        name
+        for name, value in values.items()
+        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+    ]
 
 
 def import_dotted(path: str, where: str) -> Any:
@@ -206,11 +210,10 @@ def import_dotted(path: str, where: str) -> Any:
         module_name = ".".join(parts[:length])
         try:
             value: Any = importlib.import_module(module_name)
-        except ModuleNotFoundError as problem:
-            if problem.name is not None and (module_name == problem.name or module_name.startswith(problem.name + ".")):
-                continue
-            raise ConfigError(f"{where}={path!r}: importing {module_name!r} failed: {problem}") from problem
         except ImportError as problem:
+            is_absent = isinstance(problem, ModuleNotFoundError) and problem.name is not None
+            if is_absent and f"{module_name}.".startswith(f"{problem.name}."):
+                continue
             raise ConfigError(f"{where}={path!r}: importing {module_name!r} failed: {problem}") from problem
         for part in parts[length:]:
             if not hasattr(value, part):
@@ -221,52 +224,15 @@ def import_dotted(path: str, where: str) -> Any:
     raise ConfigError(f"{where}={path!r}: there is no module {parts[0]!r}.")
 
 
-def _checked_class(name: str, value: object) -> type[Optimizer]:
-    if not isinstance(value, type) or not issubclass(value, Optimizer) or value is Optimizer:
-        what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-        raise ConfigError(f"optim_type={name!r} is {what}; expected a subclass of torch.optim.Optimizer.")
-    if _needs_closure(value):
-        raise ConfigError(_closure_message(name))
-    return value
-
-
-def _needs_closure(cls: type[Optimizer]) -> bool:
+def _check_no_closure(optimizer: Optimizer | type[Optimizer], name: str) -> None:
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     closure = inspect.signature(cls.step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
-
-
-def _closure_message(name: str) -> str:
-    return (
-        f"optim_type={name!r} evaluates the loss itself (step needs a closure), which a unit does not "
-        "support. Use another optimizer, or pass the torch optimizer directly to the Trainer."
-    )
-
-
-def _check_conf(maker: OptimizerMaker, label: str, conf: Mapping[str, object]) -> None:
-    accepted, required = keywords_of(maker)
-    if "params" in conf:
-        raise ConfigError("optim_conf: 'params' comes from updated_modules and cannot be set.")
-    if accepted is not None:
-        valid = [name for name in accepted if name != "params"]
-        for name in conf:
-            if name not in valid:
-                hint = did_you_mean(name, valid)
-                raise ConfigError(
-                    f"optim_conf: {label} takes no argument {name!r}.{hint} Its arguments: {', '.join(valid)}."
-                )
-        missing = [name for name in required if name not in conf and name != accepted[0]]
-        if missing:
-            raise ConfigError(f"optim_conf: {label} needs {', '.join(map(repr, missing))}, which was not given.")
-
-
-def _check_shapes(maker: OptimizerMaker, label: str, own: Mapping[str, nn.Parameter]) -> None:
-    if maker is getattr(torch.optim, "Muon", None):
-        others = [name for name, p in own.items() if p.ndim != 2]
-        if others:
-            raise ConfigError(
-                f"optim_type={label!r} updates matrices only, and {len(others)} of {len(own)} parameters are not matrices "
-                f"({', '.join(others[:5])}). Use 'MuonHybrid', which gives the others to AdamW, or name matrices in updated_modules."
-            )
+    is_required = closure is not None and closure.default is closure.empty
+    if is_required or (optimizer is not cls and getattr(optimizer, "needs_closure", False)):
+        raise ConfigError(
+            f"optim_type={name!r} evaluates the loss itself (step needs a closure), which a unit does not "
+            "support. Use another optimizer, or pass the torch optimizer directly to the Trainer."
+        )
 
 
 def _named_groups(
@@ -274,24 +240,20 @@ def _named_groups(
 ) -> list[Settings]:
     """Split own parameters over groups: the first match wins, what is left comes first as the default group."""
     left = dict(own)
-    made: list[Settings] = []
+    made: list[tuple[dict[str, nn.Parameter], Mapping[str, Any]]] = []
     for group in groups:
         entries = as_list("param_groups.match", group["match"]) or []
-        for entry in entries:
-            if not any(names_parameter(entry, name) for name in own):
-                raise ConfigError(unknown_module(entry, list(own), "param_groups.match"))
-        matched = {name: p for name, p in left.items() if any(names_parameter(entry, name) for entry in entries)}
+        chosen = select(list(own.items()), entries, "param_groups.match")
+        matched = {name: p for name, p in left.items() if id(p) in chosen}
         if not matched:
             raise ConfigError(
                 f"param_groups: everything that {group['match']!r} matches is in an earlier group already."
             )
-        for name in matched:
-            del left[name]
-        options = {key: value for key, value in group.items() if key != "match"}
-        made.append({"params": list(matched.items()) if with_names else list(matched.values()), **options})
+        left = {name: p for name, p in left.items() if name not in matched}
+        made.append((matched, {key: value for key, value in group.items() if key != "match"}))
     if left:
-        made.insert(0, {"params": list(left.items()) if with_names else list(left.values())})
-    return made
+        made.insert(0, (left, {}))
+    return [{"params": list(own.items() if with_names else own.values()), **options} for own, options in made]
 
 
 class Default:
@@ -306,22 +268,15 @@ class Default:
         return repr(self.value)
 
 
-# Typed Any so that signatures can state the type of the value a caller passes.
-DISTRIBUTED: Any = Default(False)
-USE_AMP: Any = Default(True)
-ACCUM_GRAD: Any = Default(1)
-FT_FACTOR: Any = Default(1.0)
-GRAD_CLIP: Any = Default(1.0)
-GRAD_NORM_TYPE: Any = Default(2.0)
-
-SHARED: dict[str, Any] = {
-    "distributed": DISTRIBUTED,
-    "use_amp": USE_AMP,
-    "accum_grad": ACCUM_GRAD,
-    "ft_factor": FT_FACTOR,
-    "grad_clip": GRAD_CLIP,
-    "grad_norm_type": GRAD_NORM_TYPE,
+SHARED: dict[str, Any] = {  # typed Any so that signatures can state the type of the value a caller passes
+    "distributed": Default(False),
+    "use_amp": Default(True),
+    "accum_grad": Default(1),
+    "ft_factor": Default(1.0),
+    "grad_clip": Default(1.0),
+    "grad_norm_type": Default(2.0),
 }
+UNCHANGED: Any = Default(None)
 
 NONFINITE = ("skip", "raise", "ignore")
 
@@ -348,7 +303,9 @@ def check_keywords(
             if name not in accepted:
                 choices = [*accepted, *also_valid]
                 hint = did_you_mean(name, choices)
-                raise ConfigTypeError(f"{owner} has no argument {name!r}.{hint} Valid: {', '.join(choices) or 'none'}.")
+                raise ConfigTypeError(
+                    f"{owner} takes no argument {name!r}.{hint} Its arguments: {', '.join(choices) or 'none'}."
+                )
     for name in required:
         if name not in given:
             raise ConfigTypeError(f"{owner} needs the argument {name!r}, which was not given.")
@@ -356,13 +313,9 @@ def check_keywords(
 
 def keywords_of(function: Callable[..., object]) -> tuple[list[str] | None, list[str]]:
     """Return the keywords a bound function accepts (None: any) and those it requires."""
-    parameters = [
-        p
-        for p in inspect.signature(function).parameters.values()
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY, p.VAR_KEYWORD)
-    ]
+    parameters = inspect.signature(function).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return (None if takes_any else [p.name for p in named]), [p.name for p in named if p.default is p.empty]
 
 

@@ -6,7 +6,7 @@ next to either hold for all units. Types are imported and checked before they ar
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch import nn
 
 from drivetrain.core.errors import ConfigError, ConfigTypeError, did_you_mean, nearest_name, unknown_name
 from drivetrain.core.time import Time
-from drivetrain.core.yaml import YamlFile, YamlSource, dump_yaml, read_yaml
+from drivetrain.core.types import StateDict
+from drivetrain.core.yaml import YamlFile, dump_yaml
 from drivetrain.optim.building import SHARED, check_shared, import_dotted, keywords_of
 from drivetrain.optim.scheduler import GENERAL, OptimScheduler
 from drivetrain.optim.units import SCHEDULES
@@ -54,7 +55,7 @@ def resolve_type(query: str) -> type[OptimScheduler]:
 def read_units(
     cfg: Mapping[str, object], model: nn.Module, *, file: YamlFile | None = None, **shared: object
 ) -> dict[str, OptimScheduler]:
-    """Build the units of a configuration.
+    """Build the units of a configuration, which may come from a YAML file.
 
     `shared` values hold for units that do not give their own, and come before those that the configuration gives for all units.
     """
@@ -68,15 +69,15 @@ def read_units(
     return built
 
 
-def read_units_of_file(source: YamlSource, model: nn.Module, **shared: object) -> dict[str, OptimScheduler]:
-    """Build the units in the `optim_sches` of a YAML file or open stream."""
-    file = read_yaml(source)
-    return read_units(file.data, model, file=file, **shared)
-
-
 def to_config(optim_set: Mapping[str, OptimScheduler]) -> dict[str, Any]:
     """Return plain values from which `from_config` builds the same set; shared values are written into each unit."""
-    return {_KEY: {name: {"type": _type_name(type(unit)), "conf": _conf(unit)} for name, unit in optim_set.items()}}
+    known = {cls: f"{file}.{name}" for file, classes in SCHEDULES.items() for name, cls in classes.items()}
+    return {
+        _KEY: {
+            name: {"type": known.get(type(unit)) or _dotted(type(unit)), "conf": _conf(unit)}
+            for name, unit in optim_set.items()
+        }
+    }
 
 
 def to_yaml(optim_set: Mapping[str, OptimScheduler], path: str | os.PathLike[str] | None = None) -> str:
@@ -104,19 +105,21 @@ class _ConfigReader:
         if not isinstance(cfg, Mapping):
             raise ConfigError(f"expected a mapping with {_KEY!r}, got a {type(cfg).__name__}.")
         section = cfg.get(_SECTION)
+        units = [cfg] if isinstance(cfg.get("type"), str) else list(cfg.values())
+        holds_units = bool(units) and all(isinstance(unit, Mapping) and "type" in unit for unit in units)
         if isinstance(section, Mapping) and _KEY in section:
             if _KEY in cfg:
                 raise ConfigError(f"{self.where(_KEY)}: {_KEY!r} is also in {_SECTION!r}. Keep one of the two.")
             cfg, self.path = section[_KEY], (_SECTION, _KEY)
         elif _KEY in cfg:
             cfg = cfg[_KEY]
-        elif self.file is not None or not _holds_units(cfg):
+        elif self.file is not None or not holds_units:
             raise ConfigError(self._missing(cfg).removeprefix(": "))
         if not isinstance(cfg, Mapping) or not cfg:
             raise ConfigError(
                 f"{self.where(*self.path)}: expected {{type, conf}} or names of units, each with {{type, conf}}."
             )
-        return {"main": dict(cfg)} if _is_single(cfg) else dict(cfg)
+        return {"main": dict(cfg)} if isinstance(cfg.get("type"), str) else dict(cfg)
 
     def shared(self, cfg: Mapping[str, Any]) -> dict[str, object]:
         """Return the shared arguments that are next to `optim_sches`, or next to `train_cfg`; the nearer one counts."""
@@ -140,9 +143,7 @@ class _ConfigReader:
             path = self.path  # the single form has no level for the name
         if not isinstance(spec, Mapping):
             raise ConfigError(f"{self.where(*path)}: expected {{type, conf}}, got {spec!r}.")
-        for key in spec:
-            if key not in ("type", "conf"):
-                raise ConfigError(self._unknown(path, key, ["type", "conf"]))
+        self._check_keys(path, spec, ["type", "conf"])
         for key in ("type", "conf"):
             if key not in spec:
                 raise ConfigError(f"{self.where(*path)}: {key!r} is missing. A unit needs 'type' and 'conf'.")
@@ -152,7 +153,16 @@ class _ConfigReader:
             cls = resolve_type(spec["type"])
         except ConfigError as problem:
             raise ConfigError(f"{self.where(*path, 'type')}: {problem}") from problem
-        return self._construct(cls, path, {**common, **spec["conf"]}, model)
+        path, conf = (*path, "conf"), {**common, **spec["conf"]}
+        accepted, _ = keywords_of(cls.sche_init)
+        if accepted is not None:
+            self._check_keys(path, conf, [*GENERAL, *SHARED, *(name for name in accepted if name != "self")])
+        if "optim_type" not in conf:
+            raise ConfigError(f"{self.where(*path)}: 'optim_type' is missing, for example optim_type: AdamW.")
+        try:
+            return cls(conf.pop("optim_type"), conf.pop("optim_conf", None), model, **conf)
+        except (ConfigError, TypeError) as problem:
+            raise ConfigError(f"{self.where(*path)}: {problem}") from problem
 
     def _missing(self, cfg: Mapping[str, object]) -> str:
         """Return the message for a configuration without units."""
@@ -167,36 +177,12 @@ class _ConfigReader:
         hint = f" Did you mean {near!r}?" if near else ""
         return f"{self.where()}: there is no {_KEY!r}{looked_in}.{hint}"
 
-    def _construct(
-        self, cls: type[OptimScheduler], path: tuple[str, ...], conf: dict[str, Any], model: nn.Module
-    ) -> OptimScheduler:
-        path = (*path, "conf")
-        accepted, _ = keywords_of(cls.sche_init)
-        if accepted is not None:
-            valid = [*GENERAL, *SHARED, *(name for name in accepted if name != "self")]
-            for key in conf:
-                if key not in valid:
-                    raise ConfigError(self._unknown(path, key, valid))
-        if "optim_type" not in conf:
-            raise ConfigError(f"{self.where(*path)}: 'optim_type' is missing, for example optim_type: AdamW.")
-        try:
-            return cls(conf.pop("optim_type"), conf.pop("optim_conf", None), model, **conf)
-        except (ConfigError, TypeError) as problem:
-            raise ConfigError(f"{self.where(*path)}: {problem}") from problem
-
-    def _unknown(self, path: tuple[str, ...], key: str, valid: list[str]) -> str:
-        near = nearest_name(key, valid)
-        hint = f"; did you mean {near!r}?" if near else "."
-        return f"{self.where(*path, key=key)}: unknown key {key!r}{hint} Valid: {', '.join(valid)}."
-
-
-def _holds_units(cfg: Mapping[str, object]) -> bool:
-    """Return whether a mapping is the content of `optim_sches`."""
-    return _is_single(cfg) or (bool(cfg) and all(isinstance(unit, Mapping) and "type" in unit for unit in cfg.values()))
-
-
-def _is_single(cfg: Mapping[str, object]) -> bool:
-    return isinstance(cfg.get("type"), str)
+    def _check_keys(self, path: tuple[str, ...], given: Iterable[str], valid: list[str]) -> None:
+        for key in given:
+            if key not in valid:
+                near = nearest_name(key, valid)
+                hint = f"; did you mean {near!r}?" if near else "."
+                raise ConfigError(f"{self.where(*path, key=key)}: unknown key {key!r}{hint} Valid: {', '.join(valid)}.")
 
 
 def check_shared_names(shared: Mapping[str, object]) -> None:
@@ -207,26 +193,14 @@ def check_shared_names(shared: Mapping[str, object]) -> None:
         check_shared(name, value)
 
 
-def _type_name(cls: type) -> str:
-    known = next((name for name, classes in SCHEDULES.items() if cls in classes.values()), None)
-    return f"{known}.{cls.__name__}" if known else _dotted(cls)
-
-
 def _conf(unit: OptimScheduler) -> dict[str, object]:
     conf: dict[str, object] = {"optim_type": _optimizer_name(unit.optim_type), "optim_conf": _plain(unit.optim_conf)}
-    general: dict[str, tuple[object, object]] = {
-        "optim_loss": (unit.optim_loss, None),
-        "updated_modules": (unit.updated_modules, None),
-        "excluded_modules": (unit.excluded_modules, None),
-        "step_per_update": (unit.step_per_update, 1),
-        "accumulate_skipped": (unit.accumulate_skipped, False),
-        "param_groups": (unit.param_groups, []),
-        "nonfinite": (unit.nonfinite, "skip"),
-        "manual": (unit.manual, False),
-    }
-    conf.update({name: _plain(value) for name, (value, default) in general.items() if value != default})
+    defaults: StateDict = {"optim_loss": None, "updated_modules": None, "excluded_modules": None, "step_per_update": 1}
+    defaults |= {"accumulate_skipped": False, "param_groups": [], "nonfinite": "skip", "manual": False}
+    given = {name: getattr(unit, name) for name, default in defaults.items() if getattr(unit, name) != default}
+    conf.update(_plain(given))
     conf.update(unit.given_arguments)
-    conf.update({name: _plain(value) for name, value in unit.sche_conf.items()})
+    conf.update(_plain(unit.sche_conf))
     return conf
 
 
@@ -240,16 +214,12 @@ def _optimizer_name(optim_type: object) -> str:
 
 
 def _dotted(value: Callable[..., object]) -> str:
-    return f"{value.__module__}.{_qualified(value)}"
-
-
-def _qualified(value: Callable[..., object]) -> str:
     name = value.__qualname__
     if "<" in name:
         raise ConfigError(
             f"{name} is defined inside a function so a configuration cannot name it. Move it to the top level of a module."
         )
-    return name
+    return f"{value.__module__}.{name}"
 
 
 def _plain(value: object) -> Any:
@@ -257,11 +227,8 @@ def _plain(value: object) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return (
-            type(value)([_plain(item) for item in value])
-            if type(value) in (list, tuple)
-            else [_plain(item) for item in value]
-        )
+        kind = tuple if type(value) is tuple else list
+        return kind(map(_plain, value))
     if isinstance(value, Time):
         return str(value)
     if isinstance(value, torch.Tensor) and value.numel() == 1:

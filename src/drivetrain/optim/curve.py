@@ -5,11 +5,9 @@ peak is at s = w, once, and no update is made with a rate of zero. A schedule wh
 `total_steps`. Without it the length comes from `bind`.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from inspect import Parameter, Signature
-from typing import Any
+from typing import Any, NamedTuple
 
 from drivetrain.core.arguments import check_choice, check_fraction, check_number
 from drivetrain.core.errors import ConfigError
@@ -21,15 +19,13 @@ from drivetrain.optim.schedules import WARMUP_SHAPES, body_position, warm_up, wi
 REQUIRED: Any = Parameter.empty
 
 
-@dataclass(frozen=True)
-class Argument:
-    """One argument of a schedule."""
+class Argument(NamedTuple):
+    """One argument of a schedule. `check` returns the value to keep, or raises a `ConfigError`."""
 
     name: str
     default: Any
     """The default; `REQUIRED` if a value must be given."""
     check: Callable[[str, Any], Any]
-    """Returns the value to keep, or raises a `ConfigError`."""
     least_steps: int | None = None
     """For a duration, the minimum number of real steps."""
 
@@ -37,11 +33,6 @@ class Argument:
 def number(name: str, default: object) -> Argument:
     """Return an argument that is a number above 0."""
     return Argument(name, default, lambda name, value: check_number(name, value, above=0))
-
-
-def fraction(name: str, default: object) -> Argument:
-    """Return an argument that is a number from 0 to 1."""
-    return Argument(name, default, check_fraction)
 
 
 def choice(name: str, default: str, choices: Iterable[str]) -> Argument:
@@ -54,9 +45,13 @@ def duration(name: str, default: object = REQUIRED, least_steps: int = 0) -> Arg
     return Argument(name, default, check_duration, least_steps)
 
 
-WARMUP = (duration("warmup_steps", 0), fraction("warmup_start", 0.0), choice("warmup", "linear", WARMUP_SHAPES))
+WARMUP = (
+    duration("warmup_steps", 0),
+    Argument("warmup_start", 0.0, check_fraction),
+    choice("warmup", "linear", WARMUP_SHAPES),
+)
 LENGTH = (duration("total_steps", None),)
-FLOOR = (Argument("min_lr", None, lambda name, value: value), fraction("min_lr_ratio", 0.0))
+FLOOR = (Argument("min_lr", None, lambda name, value: value), Argument("min_lr_ratio", 0.0, check_fraction))
 
 
 def takes(*arguments: Argument) -> Callable[..., None]:
@@ -64,7 +59,7 @@ def takes(*arguments: Argument) -> Callable[..., None]:
     parameters = [Parameter(one.name, Parameter.POSITIONAL_OR_KEYWORD, default=one.default) for one in arguments]
     signature = Signature([Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), *parameters])
 
-    def sche_init(self: "ScheduleLr", *args: object, **sche_conf: object) -> None:
+    def sche_init(self: "CurveLr", *args: object, **sche_conf: object) -> None:
         given = signature.bind(self, *args, **sche_conf)
         given.apply_defaults()
         self._times = {}
@@ -81,35 +76,14 @@ def takes(*arguments: Argument) -> Callable[..., None]:
     return sche_init
 
 
-class ScheduleLr(OptimScheduler):
-    """A unit whose arguments are declared by `takes`; `steps` has its durations in real steps once it is settled."""
+class CurveLr(OptimScheduler):
+    """A warm-up, then a body that is a factor of the configured rate, above a floor.
+
+    A leaf declares its arguments with `takes` and defines `factor`, or `update_lr` where the rate is not of this form. `steps` has
+    the durations in real steps once the unit is settled.
+    """
 
     decays = True
-
-    steps: dict[str, int]
-    _times: dict[str, tuple[Time, int]]
-    _total = 0
-
-    def check(self) -> None:
-        """Check arguments against each other; each one alone has been checked already."""
-
-    def settle(self) -> None:
-        """Turn durations into real steps."""
-        self.steps = {}
-        for name, (time, least) in self._times.items():
-            if name == "total_steps":
-                continue
-            count = self.steps[name] = self.count_steps(name, time)
-            if count < least:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is {count} steps; expected at least {least}.")
-
-    def count_steps(self, name: str, time: Time) -> int:
-        """Return a time in real steps; fractions are of the schedule's own length where it has one."""
-        return real_steps(name, time, self.run_length, self.accum_grad, self._total or None)
-
-
-class CurveLr(ScheduleLr):
-    """A warm-up, then a body that is a factor of the configured rate, above a floor; a leaf defines `sche_init` and `factor`."""
 
     total_steps: Duration | None
     warmup_steps: Duration = 0
@@ -117,15 +91,17 @@ class CurveLr(ScheduleLr):
     warmup: str = "linear"
     min_lr: float | None = None
     min_lr_ratio: float = 0.0
+    steps: dict[str, int]
+    _times: dict[str, tuple[Time, int]]
     _floor = 0.0
-    _w = 0
+    _w = _total = 0
 
-    @abstractmethod
     def factor(self, real_step: int, epoch_num: int | None) -> float:
         """Return the body's factor of the base rate at a real step after the warm-up, before the floor is added."""
+        raise NotImplementedError
 
     def check(self) -> None:
-        """Find the floor, which is given as a rate or as a fraction of the configured one."""
+        """Check arguments against each other, and find the floor, which is a rate or a fraction of the configured one."""
         min_lr, base = self.min_lr, self.base_lrs[0]
         if min_lr is None:
             self._floor = self.min_lr_ratio
@@ -138,18 +114,23 @@ class CurveLr(ScheduleLr):
             raise ConfigError(f"min_lr={min_lr!r}: expected a rate from 0 to the configured {base}.")
         self._floor = min_lr / base if base else 0.0
 
-    @property
-    def has_length(self) -> bool:
-        """Whether the body depends on the length of the run."""
-        return hasattr(self, "total_steps")
-
     def settle(self) -> None:
         """Turn length and durations into real steps."""
-        self._total = self._length() if self.has_length else 0
-        super().settle()
+        has_length = hasattr(self, "total_steps")  # whether the body depends on the length of the run
+        self._total = self._length() if has_length else 0
+        self.steps = {}
+        for name, (time, least) in self._times.items():
+            if name != "total_steps":
+                count = self.steps[name] = self.count_steps(name, time)
+                if count < least:
+                    raise ConfigError(f"{name}={getattr(self, name)!r} is {count} steps; expected at least {least}.")
         self._w = self.steps.get("warmup_steps", 0)
-        if self.has_length and self._w >= self._total:
+        if has_length and self._w >= self._total:
             raise ConfigError(f"a warm-up of {self._w} steps is not shorter than the run of {self._total} steps.")
+
+    def count_steps(self, name: str, time: Time) -> int:
+        """Return a time in real steps; fractions are of the schedule's own length where it has one."""
+        return real_steps(name, time, self.run_length, self.accum_grad, self._total or None)
 
     def _length(self) -> int:
         if "total_steps" in self._times:

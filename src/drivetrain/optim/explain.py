@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,22 +22,20 @@ def explain_units(optim_set: "OptimSet") -> str:
     rows = [_HEAD]
     for name, unit in optim_set.items():
         number = next((str(index + 1) for index, names in enumerate(passes) if name in names), "own")
-        count = sum(p.numel() for p in unit.params)
-        parameters = f"{count:,} in {len(unit.params)}"
-        rows.append(
-            (name, type(unit.optimizer).__name__, parameters, _loss(unit), _when(unit), _schedule(unit), number)
-        )
-    lines = _table(rows)
+        parameters = f"{sum(p.numel() for p in unit.params):,} in {len(unit.params)}"
+        loss = " + ".join(term if weight == 1 else f"{weight:g}*{term}" for term, weight in unit.loss_terms)
+        schedule = f"{type(unit).__name__}({unit.extra_repr_fn()})"
+        rows.append((name, type(unit.optimizer).__name__, parameters, loss, _when(unit), schedule, number))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    rows.insert(1, tuple("-" * width for width in widths))
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     lines.append(f"backward passes per batch: {len(passes)} when every unit is active")
     for name, unit in optim_set.items():
-        shape = _shape(unit)
-        if shape:
-            lines.append(f"{name}: {shape}")
+        total = unit.run_length.total(unit.accum_grad)
+        if total is not None:
+            with suppress(ConfigError):  # a schedule that also needs the epoch has no shape by steps alone
+                lines.append(f"{name}: {sparkline(unit, steps=total)}")
     return "\n".join(lines)
-
-
-def _loss(unit: "OptimScheduler") -> str:
-    return " + ".join(name if weight == 1 else f"{weight:g}*{name}" for name, weight in unit.loss_terms)
 
 
 def _when(unit: "OptimScheduler") -> str:
@@ -44,27 +43,6 @@ def _when(unit: "OptimScheduler") -> str:
         return "by hand"
     every = {1: "every step", 2: "every 2nd step"}.get(unit.step_per_update, f"every {unit.step_per_update}th step")
     return every if unit.accum_grad == 1 else f"{every} of {unit.accum_grad} batches"
-
-
-def _schedule(unit: "OptimScheduler") -> str:
-    extra = unit.extra_repr_fn()
-    return f"{type(unit).__name__}({extra})"
-
-
-def _shape(unit: "OptimScheduler") -> str | None:
-    total = unit.run_length.total(unit.accum_grad)
-    if total is None:
-        return None
-    try:
-        return sparkline(unit, steps=total)
-    except ConfigError:  # a schedule that also needs the epoch has no shape by steps alone
-        return None
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
 
 
 def sparkline(rates: "OptimScheduler | Sequence[float]", *, steps: int | None = None, width: int = 60) -> str:

@@ -16,13 +16,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.context.moving import move_to_device
+from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import ConfigError, DrivetrainWarning, unknown_name
 from drivetrain.core.types import Settings, StateDict
-from drivetrain.core.yaml import YamlSource
+from drivetrain.core.yaml import YamlSource, read_yaml
 from drivetrain.module.gradient_sync import GradientSync
 from drivetrain.module.precision import Scaling
-from drivetrain.optim.building import REST, all_names
-from drivetrain.optim.config import read_units, read_units_of_file, to_config
+from drivetrain.optim.building import REST, UNCHANGED, all_names
+from drivetrain.optim.config import read_units, to_config
 from drivetrain.optim.passes import Losses, Pass, Weight, finish_units, plan_passes, update_scalers, update_units
 from drivetrain.optim.scheduler import OptimScheduler
 
@@ -68,11 +69,10 @@ class OptimSet(Mapping[str, OptimScheduler]):
     def __init__(self, units: Mapping[str, OptimScheduler] | OptimScheduler | None = None, /, **named: OptimScheduler):
         if isinstance(units, OptimScheduler):
             units = {"main": units}
-        self._units: dict[str, OptimScheduler] = dict(units or {})
-        for name, unit in named.items():
-            if name in self._units:
+        self._units: dict[str, OptimScheduler] = {**(units or {}), **named}
+        for name in named:
+            if name in (units or {}):
                 raise ConfigError(f"two units are called {name!r}; give each its own name.")
-            self._units[name] = unit
         _check_units(self._units)
         for name, unit in self._units.items():
             unit.name = name
@@ -98,9 +98,6 @@ class OptimSet(Mapping[str, OptimScheduler]):
     def __len__(self) -> int:
         return len(self._units)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._units
-
     __hash__ = object.__hash__
 
     def __eq__(self, other: object) -> bool:
@@ -114,26 +111,19 @@ class OptimSet(Mapping[str, OptimScheduler]):
         `step_num` counts batches from 1, `epoch_num` epochs from 1; `last` marks the last batch of an epoch, with which
         windows end. The same number twice is the same batch.
         """
-        if isinstance(step_num, bool) or not isinstance(step_num, int) or step_num < 1:
-            raise ConfigError(f"step_num={step_num!r}: batches are counted from 1.")
+        check_count("step_num", step_num, hint="; batches are counted from 1")
         self._counts_batches_itself = False
         if step_num == self._batch and self._plan is not None:
             return self._plan
         self._batch = step_num
-        active, closes = [], False
         for unit in self._units.values():
             unit.begin(step_num, epoch_num, last)
-            if not unit.manual:
-                closes = closes or unit.closes
-                if unit.is_active:
-                    active.append(unit.name)
-        names = tuple(active)
+        closes = any(unit.closes for unit in self._driven)
+        names = tuple(unit.name for unit in self._driven if unit.is_active)
         passes = self._passes.get(names)
         if passes is None:
-            if not self._passes:
-                plan_passes(
-                    self._driven
-                )  # prepares wrappers for the most passes there can be, before the first forward
+            if not self._passes:  # prepare wrappers for the most passes there can be, before the first forward
+                plan_passes(self._driven)
             passes = self._passes[names] = plan_passes([self._units[name] for name in names])
         self._now = passes
         self._plan = BatchPlan(names, closes, not self._wrapped or self._reducer_applies(passes))
@@ -167,7 +157,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
             return False
         finish_units(due)
         changed = update_units(due)
-        self.skipped = [unit.was_skipped for unit in due]
+        self.skipped = [unit.stepper.was_skipped for unit in due]
         self._end_windows(due)
         return any(changed)
 
@@ -213,10 +203,6 @@ class OptimSet(Mapping[str, OptimScheduler]):
     def due(self) -> list[OptimScheduler]:
         """The units that the next `step()` updates."""
         return [unit for unit in self._driven if unit.is_due and unit.window.count]
-
-    def due_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that the next `step()` updates."""
-        return [p for unit in self.due for p in unit.params]
 
     def sync_context(self, plan: BatchPlan) -> AbstractContextManager[object]:
         """Return the context for forward and backward of a batch in a hand-written loop: DDP's no_sync where it is due."""
@@ -313,11 +299,15 @@ class OptimSet(Mapping[str, OptimScheduler]):
     # ------------------------------------------------------------------ building
 
     def bind(
-        self, total_steps: int | None = None, steps_per_epoch: int | None = None, **precision: torch.dtype | None
+        self,
+        total_steps: int | None = None,
+        steps_per_epoch: int | None = None,
+        *,
+        autocast_dtype: torch.dtype | None = UNCHANGED,
     ) -> None:
-        """Give all units the length of the run in batches; `autocast_dtype=` is the precision of the forward pass."""
+        """Give all units the length of the run, in batches, and the precision of the forward pass."""
         for unit in self._units.values():
-            unit.bind(total_steps, steps_per_epoch, **precision)
+            unit.bind(total_steps, steps_per_epoch, autocast_dtype=autocast_dtype)
 
     def share(self, **shared: object) -> None:
         """Give all units values for the shared arguments that they were not given themselves."""
@@ -347,7 +337,8 @@ class OptimSet(Mapping[str, OptimScheduler]):
         `accum_grad`, `ft_factor`, `grad_clip`, `grad_norm_type`, `use_amp` and `distributed` next to either hold for units that do not
         give their own; a keyword here counts before them. Other keys of the file are for `!ref`.
         """
-        return cls(read_units_of_file(source, model, **shared))
+        file = read_yaml(source)
+        return cls(read_units(file.data, model, file=file, **shared))
 
     def to_config(self) -> Settings:
         """Return the configuration from which `from_config` builds the same set."""
@@ -370,19 +361,20 @@ class OptimSet(Mapping[str, OptimScheduler]):
     def _attach(self, model: nn.Module | None) -> None:
         """Settle who owns which parameter, `_rest_` last, and reject what two units own."""
         taken: dict[int, str] = {}
-        waits = [unit for unit in self._units.values() if unit.updated_modules and REST in unit.updated_modules]
-        for unit in [*(u for u in self._units.values() if u not in waits), *waits]:
-            if model is not None or unit in waits:
+        for unit in sorted(self._units.values(), key=lambda unit: REST in (unit.updated_modules or ())):
+            if model is not None or REST in (unit.updated_modules or ()):
                 unit.attach(model if model is not None else unit.model, taken)
             for name, p in zip(unit.param_names, unit.params):
                 if id(p) in taken:
                     raise ConfigError(
-                        f"the parameter {name!r} belongs to two units, {taken[id(p)]!r} and {unit.name!r}. Exclude "
-                        f"it from one with excluded_modules, "
-                        f"or give one unit updated_modules='{REST}', all parameters without another owner."
+                        f"the parameter {name!r} belongs to two units, {taken[id(p)]!r} and {unit.name!r}. Exclude it from one with "
+                        f"excluded_modules, or give one unit updated_modules='{REST}', all parameters without another owner."
                     )
                 taken[id(p)] = unit.name
-        self._share_syncs()
+        # Units of one model see it in the same way, wrapped if any of them was given the wrapped one.
+        known: dict[int, GradientSync] = {}
+        for unit in sorted(self._units.values(), key=lambda unit: unit.sync.ddp is None):
+            unit.use_sync(known.setdefault(id(unit.sync.bare), unit.sync))
         self._warn_of_orphans(taken)
         self._forget_passes()
 
@@ -394,10 +386,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
         self._wrapped = any(sync.ddp is not None for sync in self._syncs())
         self._manual_passes = {name: Pass([unit]) for name, unit in self._units.items() if unit.manual}
         self._label_groups()
-        self._join_scalings()
-
-    def _join_scalings(self) -> None:
-        """Let units with the same loss and windows share a gradient scaler, so that they can share a pass."""
+        # Units with the same loss and windows share a gradient scaler, so that they can share a pass.
         known: dict[tuple[object, ...], Scaling] = {}
         for unit in self._driven:
             if unit.real_step == 0:
@@ -409,12 +398,6 @@ class OptimSet(Mapping[str, OptimScheduler]):
             for group in unit.optimizer.param_groups:
                 group["unit"] = name
 
-    def _share_syncs(self) -> None:
-        """Let units of one model see it in the same way, wrapped if any of them was given the wrapped one."""
-        known: dict[int, GradientSync] = {}
-        for unit in sorted(self._units.values(), key=lambda unit: unit.sync.ddp is None):
-            unit.use_sync(known.setdefault(id(unit.sync.bare), unit.sync))
-
     def _syncs(self) -> list[GradientSync]:
         return list({id(unit.sync): unit.sync for unit in self._units.values()}.values())
 
@@ -425,12 +408,8 @@ class OptimSet(Mapping[str, OptimScheduler]):
         return passes[0].covers_everything() and all(unit.is_due for unit in passes[0].units)
 
     def _warn_of_orphans(self, taken: Mapping[int, str]) -> None:
-        orphans = [
-            name
-            for sync in self._syncs()
-            for name, p in all_names(sync.model)
-            if p.requires_grad and id(p) not in taken
-        ]
+        named = [pair for sync in self._syncs() for pair in all_names(sync.model)]
+        orphans = [name for name, p in named if p.requires_grad and id(p) not in taken]
         if orphans:
             shown = ", ".join(orphans[:5]) + (", ..." if len(orphans) > 5 else "")
             warnings.warn(

@@ -36,23 +36,19 @@ def loss_terms(optim_loss: LossNames) -> Terms:
     >>> loss_terms(None), loss_terms(["ctc", "att"]), loss_terms({"ctc": 0.3})
     ((('loss', 1.0),), (('ctc', 1.0), ('att', 1.0)), (('ctc', 0.3),))
     """
-    if optim_loss is None:
-        return (("loss", 1.0),)
-    if isinstance(optim_loss, str):
-        terms: list[tuple[Any, Any]] = [(optim_loss, 1.0)]
+    terms: list[tuple[Any, Any]] = []
+    if optim_loss is None or isinstance(optim_loss, str):
+        terms = [("loss" if optim_loss is None else optim_loss, 1.0)]
     elif isinstance(optim_loss, Mapping):
         terms = list(optim_loss.items())
     elif isinstance(optim_loss, Sequence):
         terms = [(name, 1.0) for name in optim_loss]
-    else:
-        terms = []
-    names = [name for name, _ in terms]
     for name, weight in terms:
         if not isinstance(name, str) or not name:
             raise ConfigError(f"optim_loss={optim_loss!r}: {name!r} is not the name of a loss.")
         if isinstance(weight, bool) or not isinstance(weight, (int, float)):
             raise ConfigError(f"optim_loss={optim_loss!r}: the weight of {name!r} must be a number.")
-    if not terms or len(set(names)) < len(names):
+    if not terms or len(dict(terms)) < len(terms):
         raise ConfigError(f"optim_loss={optim_loss!r}: expected a name, a list of different names or {{name: weight}}.")
     return tuple((name, float(weight)) for name, weight in terms)
 
@@ -70,32 +66,24 @@ def pick_loss(losses: Losses, terms: Terms, unit: str) -> Tensor:
         total = term if total is None else total + term
     assert total is not None
     if not total.requires_grad:
+        shown = " + ".join(repr(name) if weight == 1.0 else f"{weight:g}*{name!r}" for name, weight in terms)
         raise ConfigError(
-            f"unit {unit!r}: the loss {_shown(terms)} has no gradient. It was computed under no_grad, detached, or from frozen "
-            "parameters only."
+            f"unit {unit!r}: the loss {shown} has no gradient. It was computed under no_grad, detached, or from frozen parameters only."
         )
     return total if total.ndim == 0 else total.squeeze()
 
 
 def _bad_loss(losses: Mapping[str, object], name: str, unit: str) -> Exception:
     if name not in losses:
-        hint = did_you_mean(name, losses)
-        given = ", ".join(map(str, losses)) or "none"
-        return BatchOutputError(
-            f"unit {unit!r} follows the loss {name!r}, which was not returned.{hint} Losses given: {given}."
-        )
+        given = f"{did_you_mean(name, losses)} Losses given: {', '.join(map(str, losses)) or 'none'}."
+        return BatchOutputError(f"unit {unit!r} follows the loss {name!r}, which was not returned.{given}")
     value = losses[name]
     what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     return ConfigError(f"unit {unit!r}: the loss {name!r} is {what}; expected a tensor with one element.")
 
 
-def _shown(terms: Terms) -> str:
-    return " + ".join(repr(name) if weight == 1.0 else f"{weight:g}*{name!r}" for name, weight in terms)
-
-
 Weight = float | Tensor | None
 """The weight of a batch in the mean over its window; None means one, on every rank."""
-LOG_EVERY = 100  # real steps between two lines about skipped updates of one unit
 _log = logging.getLogger(__name__)
 
 
@@ -116,9 +104,8 @@ def _check_several_passes(sync: GradientSync, units: Sequence["OptimScheduler"])
     """Raise where a wrapper gives no way to take gradients of parts of the model."""
     if sync.unsupported is not None:
         raise ConfigError(
-            f"the units {', '.join(unit.name for unit in units)} need several backward passes, which "
-            f"{sync.unsupported} does not support. Wrap "
-            "the model in DistributedDataParallel or shard it with fully_shard, or use one unit that owns everything."
+            f"the units {', '.join(unit.name for unit in units)} need several backward passes, which {sync.unsupported} does not "
+            "support. Wrap the model in DistributedDataParallel or shard it with fully_shard, or use one unit that owns everything."
         )
 
 
@@ -167,32 +154,24 @@ class Pass:
     def _backward(
         self, loss: Tensor, trainable: list[nn.Parameter] | None, everything: bool, retain_graph: bool
     ) -> None:
+        if not everything and not self.sync.is_sharded and self.sync.reducer_runs():
+            raise RuntimeError(
+                f"unit {self.leader.name!r} takes gradients of a part of a DDP model, which must run without its reducer. "
+                "Run forward and backward inside `with optim_set.sync_context(plan):`, where plan is the result of begin_batch."
+            )
+        # The hooks of fully_shard fill every gradient; those of others are restored.
+        kept = [] if everything or not self.sync.is_sharded else [(p, p.grad) for p in self.foreign]
+        for p, _ in kept:
+            p.grad = None
         try:
-            self._walk(loss, trainable, everything, retain_graph)
+            loss.backward(inputs=None if everything or self.sync.is_sharded else trainable, retain_graph=retain_graph)
         except RuntimeError as problem:
             advice = _advice(str(problem))
             if advice is None:
                 raise
             raise SharedGraphError(f"unit {self.leader.name!r}: {advice}") from problem
-
-    def _walk(self, loss: Tensor, trainable: list[nn.Parameter] | None, everything: bool, retain_graph: bool) -> None:
-        if everything:
-            loss.backward(retain_graph=retain_graph)
-        elif self.sync.is_sharded:
-            # The hooks of fully_shard fill every gradient; those of others are restored.
-            kept = [(p, p.grad) for p in self.foreign]
-            for p in self.foreign:
-                p.grad = None
-            loss.backward(retain_graph=retain_graph)
-            for p, grad in kept:
-                p.grad = grad
-        else:
-            if self.sync.reducer_runs():
-                raise RuntimeError(
-                    f"unit {self.leader.name!r} takes gradients of a part of a DDP model, which must run without its reducer. "
-                    "Run forward and backward inside `with optim_set.sync_context(plan):`, where plan is the result of begin_batch."
-                )
-            loss.backward(inputs=trainable, retain_graph=retain_graph)
+        for p, grad in kept:
+            p.grad = grad
 
     def _verify(self, loss: Tensor, trainable: list[nn.Parameter], everything: bool, retain_graph: bool) -> None:
         """Back-propagate and see that every unit received a gradient: torch is silent when nothing is reachable."""
@@ -204,9 +183,8 @@ class Pass:
             own = [p for p in unit.params if p.requires_grad]
             if own and all(p.grad is None for p in own):
                 raise ConfigError(
-                    f"unit {unit.name!r}: its loss does not reach any of its {len(own)} parameters "
-                    f"({unit.param_names[0]}, ...). Either the "
-                    f"loss {unit.optim_loss or 'loss'!r} does not depend on these modules, or reentrant activation checkpointing hides "
+                    f"unit {unit.name!r}: its loss does not reach any of its {len(own)} parameters ({unit.param_names[0]}, ...). Either "
+                    f"the loss {unit.optim_loss or 'loss'!r} does not depend on these modules, or reentrant activation checkpointing hides "
                     "them: use checkpoint(..., use_reentrant=False)."
                 )
         for p, grad in kept:
@@ -306,11 +284,5 @@ def _step(unit: "OptimScheduler", verdict: bool | Tensor, logger: logging.Logger
             f"unit {unit.name!r}: the gradient norm at real step {unit.real_step} is {unit.last_grad_norm}. "
             "nonfinite='skip' would skip this update, nonfinite='ignore' would apply it."
         )
-    if unit.count_skip(LOG_EVERY):
-        logger.warning(
-            "unit %s: the gradients of real step %d are not finite; %d updates skipped so far.",
-            unit.name,
-            unit.real_step,
-            unit.skipped_steps,
-        )
+    unit.count_skip(logger)
     return False

@@ -35,18 +35,19 @@ class PlainLr(OptimScheduler):
         """Set nothing."""
 
 
-def as_unit(optimizer: Optimizer, model: nn.Module, **general: Any) -> PlainLr:
-    """Return a unit around an existing optimizer, owning the parameters that it holds."""
+def as_unit(optimizer: OptimScheduler | Optimizer, model: nn.Module) -> OptimScheduler:
+    """Return a unit around an existing optimizer, owning the parameters that it holds; a unit is returned as it is."""
+    if isinstance(optimizer, OptimScheduler):
+        return optimizer
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    names = [name for name, p in all_names(model) if id(p) in held]
-    found = {id(p) for _, p in all_names(model)} & held
-    if len(found) < len(held):
+    found = {name: id(p) for name, p in all_names(model) if id(p) in held}
+    missing = held - set(found.values())
+    if missing:
         raise ConfigError(
-            f"{type(optimizer).__name__} holds {len(held) - len(found)} parameters that are not in the model. Build it from "
+            f"{type(optimizer).__name__} holds {len(missing)} parameters that are not in the model. Build it from "
             "the parameters of this model."
         )
-    general = {"grad_clip": None, **general}
-    return PlainLr(lambda params: optimizer, None, model, updated_modules=names, **general)
+    return PlainLr(lambda params: optimizer, None, model, updated_modules=list(found), grad_clip=None)
 
 
 def build_optim_sches(
@@ -74,12 +75,12 @@ def as_optim_set(value: object, model: nn.Module, **shared: object) -> OptimSet:
     elif isinstance(value, OptimSet):
         made = value
     elif isinstance(value, (OptimScheduler, Optimizer)):
-        made = OptimSet(main=_as_unit(value, model))
+        made = OptimSet(main=as_unit(value, model))
     elif isinstance(value, Mapping):
         if not all(isinstance(item, (OptimScheduler, Optimizer)) for item in value.values()) or not value:
             made = OptimSet.from_config(value, model)
         else:
-            made = OptimSet({name: _as_unit(item, model) for name, item in value.items()})
+            made = OptimSet({name: as_unit(item, model) for name, item in value.items()})
     elif callable(value):
         return as_optim_set(value(model), model, **shared)
     else:
@@ -88,25 +89,16 @@ def as_optim_set(value: object, model: nn.Module, **shared: object) -> OptimSet:
             "a configuration with 'optim_sches', the path of a YAML file, or a function of the model that returns one of these."
         )
     made.share(**shared)
-    _warn_of_unused(made, shared)
-    return made
-
-
-def _warn_of_unused(made: OptimSet, shared: Mapping[str, object]) -> None:
-    """Name the shared values that no unit takes, because each has its own; a default needs no word."""
-    for name, value in shared.items():
+    for name, given in shared.items():  # values that no unit takes, because each has its own
         own = {unit_name: getattr(unit, name) for unit_name, unit in made.items()}
-        if value != SHARED[name].value and value not in own.values():
+        if given != SHARED[name].value and given not in own.values():
+            shown = ", ".join(f"{unit_name}: {value!r}" for unit_name, value in own.items())
             warnings.warn(
-                f"{name}={value!r} has no effect: every unit sets its own ({', '.join(f'{k}: {v!r}' for k, v in own.items())}). Remove "
-                "one of the two.",
+                f"{name}={given!r} has no effect: every unit sets its own ({shown}). Remove one of the two.",
                 DrivetrainWarning,
-                stacklevel=3,
+                stacklevel=2,
             )
-
-
-def _as_unit(value: OptimScheduler | Optimizer, model: nn.Module) -> OptimScheduler:
-    return value if isinstance(value, OptimScheduler) else as_unit(value, model)
+    return made
 
 
 class SetStepper(Stepper):
@@ -137,7 +129,7 @@ class SetStepper(Stepper):
     @property
     def parameters(self) -> list[Tensor]:
         """What the next step updates."""
-        return list(self.optimizer.due_parameters())
+        return [p for unit in self.optimizer.due for p in unit.params]
 
     def begin(self, last: bool) -> None:
         """Take the next batch into the windows of all units."""

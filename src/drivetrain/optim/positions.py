@@ -55,9 +55,7 @@ def position_in(unit: TimeUnit, state: "State") -> float:
     if unit is _EPOCH:
         batches = _batches_per_epoch(state)
         return (clock.epoch * batches + clock.batch_in_epoch + ahead) / batches if batches else float(clock.epoch)
-    if unit in (_BATCH, _STEP):
-        return float(clock.get(unit).value + ahead)
-    return float(clock.get(unit).value)
+    return float(clock.get(unit).value + (ahead if unit in (_BATCH, _STEP) else 0))
 
 
 def span_of(time: Time, state: "State", ssr: float = 1.0) -> Span:
@@ -98,10 +96,10 @@ def check_covers_run(end: Span, state: "State", who: str) -> None:
 
 
 def _convert(span: Span, unit: TimeUnit, state: "State") -> Span | None:
-    batches, window = _batches_per_epoch(state), getattr(state, "accumulation_steps", 1) or 1
-    in_batches = {_EPOCH: batches, _BATCH: 1, _STEP: window if batches is None or batches % window == 0 else None}
     if span.unit is unit:
         return span
+    batches, window = _batches_per_epoch(state), getattr(state, "accumulation_steps", 1) or 1
+    in_batches = {_EPOCH: batches, _BATCH: 1, _STEP: window if batches is None or batches % window == 0 else None}
     given, wanted = in_batches.get(span.unit), in_batches.get(unit)
     return Span(span.value * given / wanted, unit) if given and wanted else None
 
@@ -112,8 +110,6 @@ def _batches_per_epoch(state: "State") -> int | None:
 
 
 Duration = int | str | Time
-
-_UNITS = (TimeUnit.STEP, TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.DURATION)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +143,7 @@ def check_duration(name: str, value: object) -> Time:
         time = ensure_time(value, TimeUnit.STEP)
     except (ValueError, TypeError) as problem:
         raise ConfigError(f"{name}: {problem}") from None
-    if time.unit not in _UNITS:
+    if time.unit not in (_STEP, _BATCH, _EPOCH, TimeUnit.DURATION):
         raise ConfigError(
             f"{name}={value!r}: a schedule counts in st (steps), ba (batches), ep (epochs) or dur, not in {time.unit}."
         )
@@ -193,15 +189,19 @@ def compile_state_schedule(
     scheduler: Callable[..., float], state: "State", ssr: float = 1.0
 ) -> LambdaLR | tuple[LambdaLR, ...]:
     """Return torch's LambdaLR for the state's optimizer that follows a scheduler; a tuple of them for several optimizers."""
-    takes_ssr = _takes_ssr(scheduler)
-    if not takes_ssr and ssr != 1.0:
+    arguments: tuple[float, ...] = (ssr,)
+    try:
+        inspect.signature(scheduler).bind(None, ssr)
+    except (TypeError, ValueError):
+        arguments = ()
+    if not arguments and ssr != 1.0:
+        name = getattr(scheduler, "__name__", type(scheduler).__name__)
         raise ConfigError(
-            f"{_name(scheduler)} takes only the state, so it cannot be scaled: expected ssr=1.0, got {ssr}. Add a second argument, "
+            f"{name} takes only the state, so it cannot be scaled: expected ssr=1.0, got {ssr}. Add a second argument, "
             "def scheduler(state, ssr=1.0)."
         )
     if not ssr > 0:
         raise ConfigError(f"ssr={ssr!r}: expected a number above 0; 1 does not change a schedule.")
-    arguments = (ssr,) if takes_ssr else ()
     moment = Position(state)
 
     def factor(updates: int) -> float:
@@ -219,15 +219,3 @@ def compile_state_schedule(
 def follows_state(schedule: object) -> bool:
     """Return whether a schedule is called with the state, rather than with the optimizer to make a scheduler for it."""
     return getattr(type(schedule), "follows_state", False) is True
-
-
-def _name(scheduler: object) -> str:
-    return getattr(scheduler, "__name__", type(scheduler).__name__)
-
-
-def _takes_ssr(scheduler: Callable[..., float]) -> bool:
-    try:
-        inspect.signature(scheduler).bind(None, 1.0)
-    except (TypeError, ValueError):
-        return False
-    return True

@@ -25,31 +25,15 @@ from drivetrain.module.accumulation import AccumulationWindow
 from drivetrain.module.gradient_sync import GradientSync
 from drivetrain.module.precision import Scaling
 from drivetrain.module.stepper import Stepper
-from drivetrain.optim.building import (
-    ACCUM_GRAD,
-    DISTRIBUTED,
-    FT_FACTOR,
-    GRAD_CLIP,
-    GRAD_NORM_TYPE,
-    NONFINITE,
-    SHARED,
-    USE_AMP,
-    Default,
-    Names,
-    as_list,
-    build_optimizer,
-    check_groups,
-    check_keywords,
-    check_shared,
-    one_of_two_names,
-    own_parameters,
-)
+from drivetrain.optim import building
+from drivetrain.optim.building import SHARED, Default, Names
 from drivetrain.optim.passes import Losses, LossNames, Pass, Weight, finish_units, loss_terms, update_units
 from drivetrain.optim.positions import RunLength
 from drivetrain.optim.state import load_unit, save_unit
 
 TimeFunction = Callable[[list[str | None]], AbstractContextManager[object]]
 _log = logging.getLogger(__name__)
+_LOG_EVERY = 100  # real steps between two lines about skipped updates of one unit
 
 GENERAL = (
     *("optim_type", "optim_conf", "optim_loss", "optim_losses", "updated_modules", "update_modules", "step_per_update"),
@@ -109,15 +93,15 @@ class OptimScheduler(ABC):
         optim_type: str | type[Optimizer] | Callable[..., Optimizer],
         optim_conf: Mapping[str, object] | None,
         model: nn.Module,
-        distributed: bool = DISTRIBUTED,
+        distributed: bool = SHARED["distributed"],
         optim_loss: LossNames = None,
         updated_modules: Names = None,
         step_per_update: int = 1,
-        use_amp: bool = USE_AMP,
-        accum_grad: int = ACCUM_GRAD,
-        ft_factor: float = FT_FACTOR,
-        grad_clip: float | None = GRAD_CLIP,
-        grad_norm_type: float = GRAD_NORM_TYPE,
+        use_amp: bool = SHARED["use_amp"],
+        accum_grad: int = SHARED["accum_grad"],
+        ft_factor: float = SHARED["ft_factor"],
+        grad_clip: float | None = SHARED["grad_clip"],
+        grad_norm_type: float = SHARED["grad_norm_type"],
         *,
         accumulate_skipped: bool = False,
         excluded_modules: Names = None,
@@ -126,27 +110,25 @@ class OptimScheduler(ABC):
         manual: bool = False,
         **sche_conf: object,
     ):
-        optim_loss = one_of_two_names(sche_conf, "optim_losses", "optim_loss", optim_loss)
-        updated_modules = one_of_two_names(sche_conf, "update_modules", "updated_modules", updated_modules)
-        check_keywords(self.sche_init, sche_conf, type(self).__name__, [*GENERAL, *SHARED])
+        optim_loss = building.one_of_two_names(sche_conf, "optim_losses", "optim_loss", optim_loss)
+        updated_modules = building.one_of_two_names(sche_conf, "update_modules", "updated_modules", updated_modules)
+        building.check_keywords(self.sche_init, sche_conf, type(self).__name__, [*GENERAL, *SHARED])
         if optim_conf is not None and not isinstance(optim_conf, Mapping):
             raise ConfigError(f"optim_conf={optim_conf!r}: expected a mapping of the optimizer's arguments, or None.")
         self.name = type(self).__name__
         self.optim_type, self.optim_conf = optim_type, dict(optim_conf or {})
         self.optim_loss, self.loss_terms = optim_loss, loss_terms(optim_loss)
-        self.updated_modules = as_list("updated_modules", updated_modules)
-        self.excluded_modules = as_list("excluded_modules", excluded_modules)
+        self.updated_modules = building.as_list("updated_modules", updated_modules)
+        self.excluded_modules = building.as_list("excluded_modules", excluded_modules)
         self.step_per_update = check_count("step_per_update", step_per_update)
         self.accumulate_skipped = check_flag("accumulate_skipped", accumulate_skipped)
-        self.param_groups = check_groups(param_groups)
-        self.nonfinite = check_choice("nonfinite", nonfinite, NONFINITE)
+        self.param_groups = building.check_groups(param_groups)
+        self.nonfinite = check_choice("nonfinite", nonfinite, building.NONFINITE)
         self.manual, self.sche_conf = check_flag("manual", manual), dict(sche_conf)
 
-        given = (distributed, use_amp, accum_grad, ft_factor, grad_clip, grad_norm_type)
-        self._given = {
-            name: check_shared(name, value) for name, value in zip(SHARED, given) if not isinstance(value, Default)
-        }
-        self._shared: dict[str, object] = {}
+        given = zip(SHARED, (distributed, use_amp, accum_grad, ft_factor, grad_clip, grad_norm_type))
+        self._given = {name: building.check_shared(name, v) for name, v in given if not isinstance(v, Default)}
+        self._shared: set[str] = set()
         self.distributed, self.use_amp, self.accum_grad, self.ft_factor, self.grad_clip, self.grad_norm_type = (
             self._given.get(name, default.value) for name, default in SHARED.items()
         )
@@ -157,7 +139,12 @@ class OptimScheduler(ABC):
         self.batch = self._position = self._updates = self._skips = self._logged_at = 0
         self._device_skips: Tensor | None = None
         self.scaling, self.run_length = Scaling(), RunLength()
-        self._settled, self._takes_epoch = False, _takes_epoch(self.update_lr)
+        try:  # `update_lr` may have a second parameter, for the epoch
+            inspect.signature(self.update_lr).bind(1, 1)
+            self._takes_epoch = True
+        except TypeError:
+            self._takes_epoch = False
+        self._settled = False
         self.model = model
         self.attach(model)
         self.sche_init(**sche_conf)
@@ -265,8 +252,7 @@ class OptimScheduler(ABC):
 
     def _enter(self, step_num: int, epoch_num: int | None) -> None:
         """Take a batch by its number: windows run on over epochs."""
-        if isinstance(step_num, bool) or not isinstance(step_num, int) or step_num < 1:
-            raise ConfigError(f"step_num={step_num!r}: batches are counted from 1.")
+        check_count("step_num", step_num, hint="; batches are counted from 1")
         if step_num == self.batch:
             return
         window, position = divmod(step_num - 1, self.accum_grad)
@@ -284,11 +270,8 @@ class OptimScheduler(ABC):
             return
         is_new_span = not self.accumulate_skipped or (self.real_step - 1) % self.step_per_update == 0
         if self.window.count and is_new_span:
-            _log.warning(
-                "unit %s: a window ended without an update; the gradients of %d batches are discarded.",
-                self.name,
-                self.window.count,
-            )
+            text = "unit %s: a window ended without an update; the gradients of %d batches are discarded."
+            _log.warning(text, self.name, self.window.count)
             self.clear_gradients()
             self.stepper.end()
         if self.is_active:
@@ -314,16 +297,15 @@ class OptimScheduler(ABC):
         return self.ft_factor * lr
 
     def bind(
-        self, total_steps: int | None = None, steps_per_epoch: int | None = None, **precision: torch.dtype | None
+        self,
+        total_steps: int | None = None,
+        steps_per_epoch: int | None = None,
+        *,
+        autocast_dtype: torch.dtype | None = building.UNCHANGED,
     ) -> None:
-        """Learn the length of the run, in batches; `autocast_dtype=` is the precision of the forward pass."""
-        for name in precision:
-            if name != "autocast_dtype":
-                raise ConfigTypeError(
-                    unknown_name("argument", name, ["total_steps", "steps_per_epoch", "autocast_dtype"], where="bind")
-                )
-        if precision:
-            self.scaling.use(precision["autocast_dtype"])
+        """Learn the length of the run, in batches, and the precision of the forward pass."""
+        if autocast_dtype is not building.UNCHANGED:
+            self.scaling.use(autocast_dtype)
         self.run_length = RunLength(total_batches=total_steps, batches_per_epoch=steps_per_epoch)
         self.settle()
         self._settled = True
@@ -348,7 +330,7 @@ class OptimScheduler(ABC):
 
     def attach(self, model: nn.Module, taken: Mapping[int, str] | None = None) -> None:
         """Look the unit's parameters up in a model and make the optimizer, unless they are those it has."""
-        own = own_parameters(model, self.updated_modules, self.excluded_modules, taken or {})
+        own = building.own_parameters(model, self.updated_modules, self.excluded_modules, taken or {})
         same = hasattr(self, "params") and [id(p) for p in own.values()] == [id(p) for p in self.params]
         if not same:
             if self._updates:
@@ -356,7 +338,7 @@ class OptimScheduler(ABC):
                     f"unit {self.name!r} has made {self._updates} updates and cannot move to other parameters. Rebind before training, "
                     "or build a new unit and load its state."
                 )
-            self.optimizer = build_optimizer(self.optim_type, self.optim_conf, own, self.param_groups)
+            self.optimizer = building.build_optimizer(self.optim_type, self.optim_conf, own, self.param_groups)
             self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
             self._ratios = _ratios(self.base_lrs)
             self.params, self.param_names = list(own.values()), list(own)
@@ -374,7 +356,7 @@ class OptimScheduler(ABC):
         for name, value in shared.items():
             if name not in SHARED:
                 raise ConfigTypeError(unknown_name("shared argument", name, SHARED, where=self.name))
-            value = check_shared(name, value)
+            value = building.check_shared(name, value)
             if name in self._given or getattr(self, name) == value:
                 continue
             if name == "accum_grad" and self.window.count:
@@ -382,7 +364,7 @@ class OptimScheduler(ABC):
                     f"unit {self.name!r}: accum_grad cannot change from {self.accum_grad} to {value} inside a window."
                 )
             setattr(self, name, value)
-            self._shared[name] = value
+            self._shared.add(name)
         self._settled = False
         self._make_stepper()
 
@@ -416,11 +398,6 @@ class OptimScheduler(ABC):
         return self.scaling.scaler
 
     @property
-    def was_skipped(self) -> bool | Tensor:
-        """Whether the last update was skipped; for a fused optimizer a flag on the device."""
-        return self.stepper.was_skipped
-
-    @property
     def is_tested(self) -> bool:
         """Whether updates with gradients that are not finite are skipped or raise an error."""
         return self.nonfinite != "ignore" or self.scaler is not None
@@ -438,9 +415,8 @@ class OptimScheduler(ABC):
     @property
     def skips_on_device(self) -> bool:
         """Whether the optimizer takes the verdict about its gradients as a flag on the device."""
-        return getattr(self.optimizer, "_step_supports_amp_scaling", False) and (
-            self.nonfinite != "raise" or self.scaler is not None
-        )
+        can_raise = self.nonfinite == "raise" and self.scaler is None
+        return getattr(self.optimizer, "_step_supports_amp_scaling", False) and not can_raise
 
     def count_update(self, overflow: Tensor | None = None) -> None:
         """Count an update that was made, or left out where a flag on the device is one."""
@@ -448,13 +424,13 @@ class OptimScheduler(ABC):
         if overflow is not None:
             self._device_skips = overflow.clone() if self._device_skips is None else self._device_skips + overflow
 
-    def count_skip(self, log_every: int) -> bool:
-        """Count an update that was left out; True if it is time for a line about it."""
+    def count_skip(self, logger: logging.Logger) -> None:
+        """Count an update that was left out, and log it from time to time."""
         self._skips += 1
-        if self._skips > 1 and self.real_step - self._logged_at < log_every:
-            return False
-        self._logged_at = self.real_step
-        return True
+        if self._skips == 1 or self.real_step - self._logged_at >= _LOG_EVERY:
+            self._logged_at = self.real_step
+            text = "unit %s: the gradients of real step %d are not finite; %d updates skipped so far."
+            logger.warning(text, self.name, self.real_step, self.skipped_steps)
 
     # ------------------------------------------------------------------ state
 
@@ -467,20 +443,9 @@ class OptimScheduler(ABC):
         load_unit(self, state_dict)
 
     def __repr__(self) -> str:
-        parts = [
-            f"optimizer={type(self.optimizer).__name__}",
-            f"optim_loss={self.optim_loss!r}",
-            f"updated_modules={self.updated_modules!r}",
-        ]
-        extra = self.extra_repr_fn()
-        return f"{type(self).__name__}({', '.join([*parts, extra] if extra else parts)})"
-
-
-def _takes_epoch(update_lr: Callable[..., float]) -> bool:
-    """Return whether `update_lr` has a second parameter, for the epoch."""
-    parameters = inspect.signature(update_lr).parameters.values()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        owned = f"optim_loss={self.optim_loss!r}, updated_modules={self.updated_modules!r}"
+        extra = f", {self.extra_repr_fn()}" if self.extra_repr_fn() else ""
+        return f"{type(self).__name__}(optimizer={type(self.optimizer).__name__}, {owned}{extra})"
 
 
 def _ratios(base_lrs: list[float]) -> list[float]:

@@ -87,11 +87,9 @@ def _check_names(unit: "OptimScheduler", saved: list[str]) -> None:
         return
     missing = [name for name in unit.param_names if name not in saved]
     unexpected = [name for name in saved if name not in unit.param_names]
-    detail = (
-        f"missing in it: {missing[:5]}; not in this unit: {unexpected[:5]}"
-        if missing or unexpected
-        else "their order differs"
-    )
+    detail = "their order differs"
+    if missing or unexpected:
+        detail = f"missing in it: {missing[:5]}; not in this unit: {unexpected[:5]}"
     raise ConfigError(
         f"unit {unit.name!r}: the saved state is for other parameters ({len(saved)} saved, {len(unit.param_names)} now; {detail})."
     )

@@ -10,33 +10,19 @@ from typing import Any
 
 from torch import nn
 
-from drivetrain.core.arguments import check_count
+from drivetrain.core.arguments import check_count, check_fraction
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.optim import schedules
 from drivetrain.optim.building import import_dotted
-from drivetrain.optim.curve import (
-    FLOOR,
-    LENGTH,
-    REQUIRED,
-    WARMUP,
-    Argument,
-    CurveLr,
-    ScheduleLr,
-    choice,
-    duration,
-    fraction,
-    number,
-    takes,
-)
+from drivetrain.optim.curve import FLOOR, LENGTH, REQUIRED, WARMUP, Argument, CurveLr, choice, duration, number, takes
 from drivetrain.optim.positions import Duration, check_duration
 from drivetrain.optim.scheduler import OptimScheduler
 
 
-class NoamLr(ScheduleLr):
+class NoamLr(CurveLr):
     """lr = init * min(s^-0.5, s * w^-1.5); with `d_model` init is d_model^-0.5, else the configured rate is the peak."""
 
     d_model: int | None
-    warmup_steps: Duration
 
     sche_init = takes(
         Argument("d_model", None, lambda name, value: value if value is None else check_count(name, value)),
@@ -45,6 +31,7 @@ class NoamLr(ScheduleLr):
 
     def check(self) -> None:
         """Reject a warm-up of nothing."""
+        super().check()
         if not self._times["warmup_steps"][0].value:
             check_count("warmup_steps", self.warmup_steps)
 
@@ -66,7 +53,7 @@ class NoamLr(ScheduleLr):
 Noamlr = NoamLr
 
 
-class ExponentDecayLr(ScheduleLr):
+class ExponentDecayLr(CurveLr):
     """lr = base * decay_factor^(epoch - 1), or of the real step with `per="step"`."""
 
     decay_factor: float
@@ -76,11 +63,10 @@ class ExponentDecayLr(ScheduleLr):
 
     def update_lr(self, real_step: int, epoch_num: int | None = None) -> float:
         """Return the rate of an epoch or real step."""
-        if self.per == "step":
-            return self.base_lrs[0] * schedules.exponential(real_step - 1, self.decay_factor)
-        if epoch_num is None:
+        number = real_step if self.per == "step" else epoch_num
+        if number is None:
             raise ConfigError(f"unit {self.name!r} decays per epoch: pass epoch_num (from 1), or set per='step'.")
-        return self.base_lrs[0] * schedules.exponential(epoch_num - 1, self.decay_factor)
+        return self.base_lrs[0] * schedules.exponential(number - 1, self.decay_factor)
 
     def extra_repr_fn(self) -> str:
         """Show both arguments."""
@@ -241,7 +227,7 @@ class OneCycleLr(CurveLr):
     anneal: str
 
     sche_init = takes(
-        fraction("pct_start", 0.3),
+        Argument("pct_start", 0.3, check_fraction),
         number("div_factor", 25.0),
         number("final_div_factor", 1e4),
         choice("anneal", "cos", schedules.ANNEAL_SHAPES),
@@ -261,16 +247,14 @@ class OneCycleLr(CurveLr):
         return schedules.one_cycle(real_step - 1, self._peak, self._end, start, end, self.anneal)
 
 
-def _check_function(name: str, value: object) -> Callable[..., float]:
-    found: Any = import_dotted(value, name) if isinstance(value, str) else value
+def _check_function(name: str, value: object) -> Any:
+    found = import_dotted(value, name) if isinstance(value, str) else value
     if not callable(found):
         raise ConfigError(f"{name}={value!r}: expected a function of the step, or of step and epoch.")
-    if not 1 <= _num_required(found) <= 2:
-        raise ConfigError(
-            f"{name}={value!r} needs {_num_required(found)} arguments; expected fn(step) or fn(step, epoch)."
-        )
-    function: Callable[..., float] = found
-    return function
+    count = _num_required(found)
+    if not 1 <= count <= 2:
+        raise ConfigError(f"{name}={value!r} needs {count} arguments; expected fn(step) or fn(step, epoch).")
+    return found
 
 
 def _num_required(function: Callable[..., object]) -> int:
@@ -287,13 +271,13 @@ class LambdaLr(CurveLr):
 
     sche_init = takes(Argument("fn", REQUIRED, _check_function), *WARMUP)
 
+    def factor(self, real_step: int, epoch_num: int | None) -> float:
+        return self.fn(real_step, epoch_num) if self._wants_epoch else self.fn(real_step)
+
     def check(self) -> None:
         """Find out which arguments the function needs."""
         super().check()
         self._wants_epoch = _num_required(self.fn) == 2
-
-    def factor(self, real_step: int, epoch_num: int | None) -> float:
-        return self.fn(real_step, epoch_num) if self._wants_epoch else self.fn(real_step)
 
 
 _CLASSES: dict[str, tuple[type[OptimScheduler], ...]] = {

@@ -21,6 +21,7 @@ from drivetrain.optim.optimizers.stepping import (
     check_betas,
     check_rates,
     evaluate,
+    gradients_of,
     local_parts,
     shrink,
     state_of,
@@ -121,9 +122,8 @@ class DecoupledSGDW(_ScheduledDecay, SGD):
 def _warn_of_large_decay(name: str, weight_decay: float) -> None:
     if weight_decay >= _LARGE_DECAY:
         warnings.warn(
-            f"{name}(weight_decay={weight_decay}): this optimizer does not multiply the decay by the learning rate, "
-            f"so this shrinks weights by "
-            f"{weight_decay:.2g} in every full-rate step. A value tuned for torch's AdamW must be multiplied by its learning rate.",
+            f"{name}(weight_decay={weight_decay}): this optimizer does not multiply the decay by the learning rate, so this shrinks "
+            f"weights by {weight_decay:.2g} in every full-rate step. A value for torch's AdamW must be multiplied by its learning rate.",
             DrivetrainWarning,
             stacklevel=3,
         )
@@ -164,7 +164,7 @@ class Lion(Optimizer):
             if not parameters:
                 continue
             momenta = local_parts(state_of(self, parameters, "exp_avg", zeros_of))
-            gradients = local_parts(p.grad for p in parameters if p.grad is not None)
+            gradients = gradients_of(parameters)
             own = local_parts(parameters)
             lr, (beta1, beta2) = group["lr"], group["betas"]
             updates = list(torch._foreach_lerp(momenta, gradients, 1 - beta1))

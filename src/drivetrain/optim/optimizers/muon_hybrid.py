@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from drivetrain.core.arguments import check_counts, check_flag, check_numbers
-from drivetrain.core.errors import ConfigError, DrivetrainWarning, unknown_name
+from drivetrain.core.arguments import check_choice, check_counts, check_flag, check_numbers
+from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.module.distributed_tensors import is_dtensor, like_sharded, local_part
 from drivetrain.module.params import muon_groups
 from drivetrain.optim.optimizers.stepping import (
@@ -27,6 +27,7 @@ from drivetrain.optim.optimizers.stepping import (
     check_betas,
     check_rates,
     evaluate,
+    gradients_of,
     local_parts,
     shrink,
     state_of,
@@ -57,17 +58,15 @@ def orthogonalise(matrices: list[Tensor], steps: int = 5) -> list[Tensor]:
     >>> bool((values > 0.6).all() and (values < 1.3).all())
     True
     """
-    done: dict[int, Tensor] = {}
-    for places in _stacks(matrices):
-        # Wide matrices have the smaller Gram matrix, so tall ones are turned.
-        wide = [matrices[place] if _is_wide(matrices[place]) else matrices[place].mT for place in places]
-        if len(wide) == 1:
-            results = [_iterate(wide[0].bfloat16(), steps)]
-        else:
-            results = list(_iterate_stack(torch.stack([matrix.bfloat16() for matrix in wide]), steps))
+    # Wide matrices have the smaller Gram matrix, so tall ones are transposed.
+    wide = [matrix if _is_wide(matrix) else matrix.mT for matrix in matrices]
+    done = list(wide)
+    for places in _stacks(wide):
+        stack = [wide[place].bfloat16() for place in places]
+        results = [_iterate(stack[0], steps)] if len(stack) == 1 else _iterate(torch.stack(stack), steps)
         for place, result in zip(places, results):
             done[place] = result if _is_wide(matrices[place]) else result.mT
-    return [done[place] for place in range(len(matrices))]
+    return done
 
 
 def adjusted_rate(lr: float | Tensor, shape: tuple[int, int], adjust_lr: str) -> float | Tensor:
@@ -83,11 +82,10 @@ def _is_wide(matrix: Tensor) -> bool:
 
 
 def _stacks(matrices: list[Tensor]) -> list[list[int]]:
-    """Group the places of matrices that have one shape once wide, in stacks of limited size."""
+    """Group the positions of matrices of one shape, in stacks of limited size."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for place, matrix in enumerate(matrices):
-        shape = matrix.shape if _is_wide(matrix) else matrix.shape[::-1]
-        groups.setdefault(tuple(shape), []).append(place)
+        groups.setdefault(tuple(matrix.shape), []).append(place)
     stacks = []
     for (rows, columns), places in groups.items():
         is_large = matrices[places[0]].device.type == "cpu" and rows * columns > _CPU_ELEMENTS
@@ -97,20 +95,14 @@ def _stacks(matrices: list[Tensor]) -> list[list[int]]:
 
 
 def _iterate(x: Tensor, steps: int) -> Tensor:
+    """Run the iteration on a matrix, or on a stack of them."""
     a, b, c = COEFFICIENTS
-    x = x / x.norm().clamp(min=_SMALLEST_NORM)
+    multiply = torch.addmm if x.ndim == 2 else torch.baddbmm
+    norm = x.norm() if x.ndim == 2 else x.norm(dim=(-2, -1), keepdim=True)
+    x = x / norm.clamp(min=_SMALLEST_NORM)
     for _ in range(steps):
         gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x
-
-
-def _iterate_stack(x: Tensor, steps: int) -> Tensor:
-    a, b, c = COEFFICIENTS
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=_SMALLEST_NORM)
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = multiply(x, multiply(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
 
 
@@ -144,14 +136,8 @@ class GraphedDirections:
 
     def fits(self, updates: Sequence[Tensor], steps: int, adjust_lr: str) -> bool:
         """Return whether these updates are of the recorded kind, to be turned in the recorded way."""
-        is_same_way = (steps, adjust_lr) == (self._steps, self._adjust_lr)
-        return (
-            is_same_way
-            and len(updates) == len(self._inputs)
-            and all(
-                mine.shape == other.shape and mine.dtype == other.dtype for mine, other in zip(self._inputs, updates)
-            )
-        )
+        kinds = [[(tensor.shape, tensor.dtype) for tensor in tensors] for tensors in (self._inputs, updates)]
+        return (steps, adjust_lr) == (self._steps, self._adjust_lr) and kinds[0] == kinds[1]
 
     def _compute(self) -> None:
         matrices = [update.flatten(1) for update in self._inputs]
@@ -204,25 +190,17 @@ class MuonHybrid(Optimizer):
             check_flag(name, flag, owner="MuonHybrid")
         check_numbers("MuonHybrid", 0.0, 1.0, momentum=momentum)
         check_counts("MuonHybrid", 1, ns_steps=ns_steps)
-        if adjust_lr not in ADJUSTMENTS:
-            raise ConfigError(unknown_name("adjust_lr", adjust_lr, ADJUSTMENTS, where="MuonHybrid"))
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_steps": ns_steps,
-            "weight_decay": weight_decay,
-            "adjust_lr": adjust_lr,
-            "adam_lr": adam_lr,
-            "adam_betas": check_betas("MuonHybrid", adam_betas=adam_betas),
-            "adam_eps": adam_eps,
-            "adam_weight_decay": adam_weight_decay,
-            "adam_match": (adam_match,) if isinstance(adam_match, str) else tuple(adam_match),
-            "fused": fused,
-            "cuda_graph": cuda_graph,
-        }
+        check_choice("adjust_lr", adjust_lr, ADJUSTMENTS, owner="MuonHybrid")
+        adam_betas = check_betas("MuonHybrid", adam_betas=adam_betas)
+        adam_match = (adam_match,) if isinstance(adam_match, str) else tuple(adam_match)
+        given = locals()
+        defaults = {name: given[name] for name in ("lr", "weight_decay", "fused", *_MUON_ONLY, *_ADAM_ONLY)}
         self._graphs: dict[int, GraphedDirections] = {}
-        super().__init__(_split_model(params) if isinstance(params, nn.Module) else params, defaults)
+        if isinstance(params, nn.Module):
+            split = muon_groups(params)
+            sides = ((True, split.muon), (False, split.other))
+            params = [{"params": list(named), "muon": is_muon} for is_muon, named in sides if named]
+        super().__init__(params, defaults)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Take in a group, split into what Muon updates and what AdamW updates unless it says which with `muon`."""
@@ -266,7 +244,7 @@ class MuonHybrid(Optimizer):
 
     def _step_muon(self, group: ParamGroup, parameters: list[Tensor]) -> None:
         momenta = state_of(self, parameters, "momentum_buffer", zeros_of)
-        own, gradients = local_parts(momenta), local_parts(p.grad for p in parameters if p.grad is not None)
+        own, gradients = local_parts(momenta), gradients_of(parameters)
         torch._foreach_lerp_(own, gradients, 1 - group["momentum"])
         ahead = list(torch._foreach_lerp(gradients, own, group["momentum"])) if group["nesterov"] else own
         if group.get("cuda_graph"):
@@ -306,7 +284,7 @@ class MuonHybrid(Optimizer):
         beta1, beta2 = group["betas"]
         adamw(
             local_parts(parameters),
-            local_parts(p.grad for p in parameters if p.grad is not None),
+            gradients_of(parameters),
             local_parts(state_of(self, parameters, "exp_avg", zeros_of)),
             local_parts(state_of(self, parameters, "exp_avg_sq", zeros_of)),
             [],
@@ -320,13 +298,6 @@ class MuonHybrid(Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-
-
-def _split_model(model: nn.Module) -> list[ParamGroup]:
-    """Return the two groups of a model, with the names of its parameters."""
-    split = muon_groups(model)
-    sides = ((True, split.muon), (False, split.other))
-    return [{"params": list(named), "muon": is_muon} for is_muon, named in sides if named]
 
 
 def _keep_own_settings(group: ParamGroup) -> None:

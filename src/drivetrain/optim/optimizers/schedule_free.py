@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from drivetrain.core.arguments import check_counts, check_numbers
+from drivetrain.core.arguments import check_counts, check_number, check_numbers
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.optim.optimizers.stepping import (
     Closure,
@@ -22,6 +22,7 @@ from drivetrain.optim.optimizers.stepping import (
     check_betas,
     copy_of,
     evaluate,
+    gradients_of,
     local_parts,
     state_of,
     with_gradients,
@@ -39,8 +40,8 @@ class _ScheduleFree(Optimizer):
         name = type(self).__name__
         if isinstance(defaults["lr"], Tensor):
             raise ConfigError(f"{name}(lr=...): expected a number; the averaging weights need the rate on the host.")
-        check_numbers(name, lr=defaults["lr"], weight_decay=defaults["weight_decay"])
-        check_numbers(name, r=defaults["r"], weight_lr_power=defaults["weight_lr_power"])
+        for number in ("lr", "weight_decay", "r", "weight_lr_power"):
+            check_number(number, defaults[number], at_least=0, owner=name)
         check_counts(name, 0, warmup_steps=defaults["warmup_steps"])
         # Numbers of the run live in the groups, so that they are saved and restored with them.
         progress = {"k": 0, "lr_max": 0.0, "weight_sum": 0.0, "train_mode": True}
@@ -50,9 +51,8 @@ class _ScheduleFree(Optimizer):
         for group in self.param_groups:
             if not self._beta(group) > 0:
                 raise ConfigError(
-                    f"{name}({self._interpolation}={group[self._interpolation]!r}): x cannot be recovered from z and "
-                    f"y with an interpolation of 0. Give "
-                    "a number above 0, such as 0.9."
+                    f"{name}({self._interpolation}={group[self._interpolation]!r}): x cannot be recovered from z and y with an "
+                    "interpolation of 0. Give a number above 0, such as 0.9."
                 )
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -169,21 +169,12 @@ class AdamWScheduleFree(_ScheduleFree):
         weight_lr_power: float = 2.0,
     ):
         check_numbers("AdamWScheduleFree", eps=eps)
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": check_betas("AdamWScheduleFree", betas=betas),
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "warmup_steps": warmup_steps,
-                "r": r,
-                "weight_lr_power": weight_lr_power,
-            },
-        )
+        defaults = {"lr": lr, "betas": check_betas("AdamWScheduleFree", betas=betas), "eps": eps}
+        average = {"warmup_steps": warmup_steps, "r": r, "weight_lr_power": weight_lr_power}
+        super().__init__(params, {**defaults, "weight_decay": weight_decay, **average})
 
     def _directions(self, group: ParamGroup, parameters: list[Tensor], y: list[Tensor]) -> list[Tensor]:
-        beta2, gradients = group["betas"][1], local_parts(p.grad for p in parameters if p.grad is not None)
+        beta2, gradients = group["betas"][1], gradients_of(parameters)
         squares = local_parts(state_of(self, parameters, "exp_avg_sq", zeros_of))
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
@@ -212,20 +203,11 @@ class SGDScheduleFree(_ScheduleFree):
         weight_lr_power: float = 2.0,
     ):
         check_numbers("SGDScheduleFree", 0.0, 1.0, momentum=momentum)
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "weight_decay": weight_decay,
-                "warmup_steps": warmup_steps,
-                "r": r,
-                "weight_lr_power": weight_lr_power,
-            },
-        )
+        average = {"warmup_steps": warmup_steps, "r": r, "weight_lr_power": weight_lr_power}
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, **average})
 
     def _directions(self, group: ParamGroup, parameters: list[Tensor], y: list[Tensor]) -> list[Tensor]:
-        gradients = local_parts(p.grad for p in parameters if p.grad is not None)
+        gradients = gradients_of(parameters)
         if not group["weight_decay"]:
             return gradients
         return list(torch._foreach_add(gradients, y, alpha=group["weight_decay"]))

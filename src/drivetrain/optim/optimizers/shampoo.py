@@ -44,15 +44,8 @@ class SOAP(Optimizer):
         check_rates("SOAP", lr=lr)
         check_numbers("SOAP", eps=eps, weight_decay=weight_decay)
         check_counts("SOAP", 1, precondition_frequency=precondition_frequency, max_dim=max_dim)
-        defaults = {
-            "lr": lr,
-            "betas": check_betas("SOAP", betas=betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "precondition_frequency": precondition_frequency,
-            "max_dim": max_dim,
-        }
-        super().__init__(params, defaults)
+        adam = {"lr": lr, "betas": check_betas("SOAP", betas=betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**adam, "precondition_frequency": precondition_frequency, "max_dim": max_dim})
 
     @torch.no_grad()
     def step(self, closure: Closure = None) -> Any:
@@ -110,12 +103,11 @@ def _average(state: StateDict, gradient: Tensor, beta: float) -> None:
 
 def _rotate(matrix: Tensor, state: StateDict, back: bool = False) -> Tensor:
     """Return a matrix in the eigenbases, or from there back; a side without a basis stays."""
-    if "left_basis" in state:
-        basis = state["left_basis"]
-        matrix = (basis if back else basis.mT) @ matrix
-    if "right_basis" in state:
-        basis = state["right_basis"]
-        matrix = matrix @ (basis.mT if back else basis)
+    left, right = state.get("left_basis"), state.get("right_basis")
+    if left is not None:
+        matrix = (left if back else left.mT) @ matrix
+    if right is not None:
+        matrix = matrix @ (right.mT if back else right)
     return matrix.clone() if matrix is state["exp_avg"] else matrix
 
 

@@ -48,6 +48,11 @@ def with_gradients(group: ParamGroup, who: str) -> list[Tensor]:
     return found
 
 
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return what this rank holds of each gradient."""
+    return [local_part(p.grad) for p in parameters if p.grad is not None]
+
+
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return what this rank holds of each tensor."""
     return [local_part(tensor) for tensor in tensors]

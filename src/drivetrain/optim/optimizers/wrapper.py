@@ -20,11 +20,22 @@ from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.optim.optimizers.stepping import Closure, ParamGroup, copy_of, evaluate, local_parts
 
 
+def _of_base(name: str) -> Any:
+    """Return a property that is an attribute of the optimizer inside."""
+    return property(
+        lambda self: getattr(self.base_optimizer, name), lambda self, value: setattr(self.base_optimizer, name, value)
+    )
+
+
 class WrappedOptimizer(Optimizer):
     """Passes everything on to `base_optimizer`; a subclass adds to `step`."""
 
     kept_names: tuple[str, ...] = ()
     """Names under which a subclass keeps tensors for parameters."""
+    settings: tuple[str, ...] = ()
+    """The attributes of a subclass that a copy needs."""
+
+    param_groups, state, defaults = _of_base("param_groups"), _of_base("state"), _of_base("defaults")
 
     def __init__(self, base_optimizer: Optimizer):
         if not isinstance(base_optimizer, Optimizer):
@@ -34,33 +45,6 @@ class WrappedOptimizer(Optimizer):
         self.base_optimizer = base_optimizer
         self._kept: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
         super().__setstate__({})  # hooks and profiling; the constructor would make groups of its own
-
-    @property
-    def param_groups(self) -> list[ParamGroup]:
-        """The groups of the optimizer inside."""
-        return self.base_optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[ParamGroup]) -> None:
-        self.base_optimizer.param_groups = groups
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        """The state of the optimizer inside."""
-        return self.base_optimizer.state
-
-    @state.setter
-    def state(self, state: defaultdict[Tensor, Any]) -> None:
-        self.base_optimizer.state = state
-
-    @property
-    def defaults(self) -> StateDict:
-        """The defaults of the optimizer inside."""
-        return self.base_optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, object]) -> None:
-        self.base_optimizer.defaults = defaults
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Give a group to the optimizer inside."""
@@ -103,15 +87,13 @@ class WrappedOptimizer(Optimizer):
         """Give the optimizer inside its part, and take back what is kept here."""
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         own: dict[int, dict[str, Tensor]] = {}
-        rest: dict[int, object] = {}
+        rest = dict(state_dict["state"])
         for number, entry in state_dict["state"].items():
-            if not isinstance(entry, dict):
-                rest[number] = entry
-                continue
-            own[number] = {name: entry[name] for name in self.kept_names if name in entry}
-            others = {name: value for name, value in entry.items() if name not in self.kept_names}
-            if others:
-                rest[number] = others
+            if isinstance(entry, dict):
+                own[number] = {name: entry[name] for name in self.kept_names if name in entry}
+                rest[number] = {name: value for name, value in entry.items() if name not in self.kept_names}
+                if not rest[number]:
+                    del rest[number]
         self.base_optimizer.load_state_dict({**state_dict, "state": rest})
         self._kept = defaultdict(dict)
         for number, parameter in zip(numbers, self.parameters()):
@@ -119,11 +101,7 @@ class WrappedOptimizer(Optimizer):
                 self._kept[parameter][name] = value.detach().to(parameter.device, copy=True)
 
     def __getstate__(self) -> StateDict:
-        return {"base_optimizer": self.base_optimizer, "_kept": self._kept, **self._own_settings()}
-
-    def _own_settings(self) -> dict[str, object]:
-        """Return the attributes a copy needs."""
-        return {}
+        return {name: getattr(self, name) for name in ("base_optimizer", "_kept", *self.settings)}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.base_optimizer!r})"
@@ -144,7 +122,7 @@ class Lookahead(WrappedOptimizer):
     tensor([1.])
     """
 
-    kept_names = ("slow",)
+    kept_names, settings = ("slow",), ("k", "alpha")
 
     def __init__(self, base_optimizer: Optimizer, k: int = 5, alpha: float = 0.5):
         check_counts("Lookahead", 1, k=k)
@@ -170,9 +148,6 @@ class Lookahead(WrappedOptimizer):
             torch._foreach_copy_(fast, slow)
         return loss
 
-    def _own_settings(self) -> dict[str, object]:
-        return {"k": self.k, "alpha": self.alpha}
-
 
 _DECOUPLED = ("Lion", "Muon", "MuonHybrid", "DecoupledSGDW", "SOAP")
 """Optimizers with decoupled decay whose groups do not mark it."""
@@ -188,6 +163,8 @@ class Cautious(WrappedOptimizer):
     this rank holds.
     """
 
+    settings = ("eps",)
+
     def __init__(self, base_optimizer: Optimizer, eps: float = 1e-3):
         check_numbers("Cautious", eps=eps)
         super().__init__(base_optimizer)
@@ -198,7 +175,7 @@ class Cautious(WrappedOptimizer):
         """Let the optimizer inside step, and keep of its step what agrees with the gradient."""
         loss = evaluate(closure)
         groups = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
-        gradients = [local_parts(copy_of(p.grad) for p in own if p.grad is not None) for own in groups]
+        gradients = [local_parts(copy_of(p.grad) for p in own) for own in groups]
         before = [local_parts(copy_of(p) for p in own) for own in groups]
         decays = [self._take_decay(group) for group in self.param_groups]
         try:
@@ -231,9 +208,6 @@ class Cautious(WrappedOptimizer):
         per_rate = type(self.base_optimizer).__name__.startswith("Decoupled")
         return decay * group["lr"] / (group["initial_lr"] if per_rate else 1), decay
 
-    def _own_settings(self) -> dict[str, object]:
-        return {"eps": self.eps}
-
 
 _SAM_STEPS = "sam_step"
 
@@ -261,6 +235,7 @@ class SAMOptimizer(WrappedOptimizer):
     tensor([0.7000])
     """
 
+    settings = ("rho", "epsilon", "interval")
     needs_closure = True
     """If set, a trainer repeats the passes of an update when `step` calls the closure."""
 
@@ -285,7 +260,8 @@ class SAMOptimizer(WrappedOptimizer):
             try:
                 loss = evaluate(closure)
             finally:
-                self.put_back(before)
+                if before:
+                    torch._foreach_copy_(local_parts(before), local_parts(before.values()))
         self.base_optimizer.step()
         for group in self.param_groups:  # counted in the groups, which are saved; a step that failed does not count
             group[_SAM_STEPS] = count
@@ -304,12 +280,3 @@ class SAMOptimizer(WrappedOptimizer):
         offsets = torch._foreach_mul(local_parts(gradients), self.rho / (norm + self.epsilon))
         torch._foreach_add_(local_parts(moved), offsets)
         return before
-
-    @torch.no_grad()
-    def put_back(self, before: dict[Tensor, Tensor]) -> None:
-        """Return to the weights that `perturb` left."""
-        if before:
-            torch._foreach_copy_(local_parts(before), local_parts(before.values()))
-
-    def _own_settings(self) -> dict[str, object]:
-        return {"rho": self.rho, "epsilon": self.epsilon, "interval": self.interval}

@@ -209,10 +209,9 @@ class CallbackHandler:
 
     def watch(self, on_change: OnChange | None) -> None:
         """Call a function whenever the callbacks change. The object of a bound method is not kept alive."""
-        is_method = inspect.ismethod(on_change)
-        self._on_change: Callable[[], OnChange | None] = (
-            weakref.WeakMethod(on_change) if is_method else lambda: on_change
-        )
+        self._on_change: Callable[[], OnChange | None] = lambda: on_change
+        if on_change is not None and inspect.ismethod(on_change):
+            self._on_change = weakref.WeakMethod(on_change)
 
     def _changed(self) -> None:
         if (on_change := self._on_change()) is not None:

@@ -71,7 +71,10 @@ class ThroughputMonitor(TrainerCallback):
     def fit_start(self, state: State, logger: Logger) -> None:
         """Look up the device."""
         self._flops = None if isinstance(self.flops_per_sample, str) else self.flops_per_sample
-        self._peak = _peak_of(state.device) if isinstance(self.peak_flops, str) else self.peak_flops
+        self._peak = None if isinstance(self.peak_flops, str) else self.peak_flops
+        if self._peak is None and torch.device(state.device).type == "cuda":
+            name = torch.cuda.get_device_name(state.device)
+            self._peak = next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
         self._restart(state)
 
     def epoch_start(self, state: State, logger: Logger) -> None:
@@ -192,13 +195,6 @@ LearningRateMonitor = LRMonitor
 def _can_be_counted(model: object) -> bool:
     """Return whether a counter sees the operations of a step; it does not see those of a compiled model."""
     return isinstance(model, nn.Module) and not any(wrapping_of(part) in _COMPILED for part in model.modules())
-
-
-def _peak_of(device: torch.device | str) -> float | None:
-    if torch.device(device).type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
 
 
 def learning_rates(optimizers: Sequence[Any] | None) -> dict[str, float | Tensor]:

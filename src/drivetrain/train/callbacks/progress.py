@@ -6,14 +6,14 @@ learning rate of the first group, the samples counted by the run's clock.
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from drivetrain.context.state import State
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.arguments import check_number
 from drivetrain.core.plugin import Logger
 from drivetrain.runtime.device import AsyncReadback
 from drivetrain.runtime.ranks import get_local_rank, num_data_ranks
@@ -37,12 +37,8 @@ class ProgressBarCallback(TrainerCallback):
     """
 
     def __init__(self, refresh_per_second: float = 4, plain_interval: float = 30):
-        if refresh_per_second <= 0 or plain_interval <= 0:
-            raise ConfigError(
-                f"refresh_per_second={refresh_per_second}, plain_interval={plain_interval}: expected numbers above 0."
-            )
-        self.refresh_per_second = refresh_per_second
-        self.plain_interval = plain_interval
+        self.refresh_per_second = check_number("refresh_per_second", refresh_per_second, above=0)
+        self.plain_interval = check_number("plain_interval", plain_interval, above=0)
         self._measures, self._optimizers = Measures(), tuple[Any, ...]()
         self._display: _Display | None = None
         self._phases: list[_Phase] = []  # an evaluation inside an epoch comes after the epoch
@@ -53,9 +49,10 @@ class ProgressBarCallback(TrainerCallback):
     def on_train_epoch_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Start a training epoch at the position of a resumed run."""
         clock, epoch, config = trainer.state.clock, trainer.run_history.current_epoch, trainer.run.config
-        epochs = None if config is None else config.num_epochs
-        earlier = epoch - 1 - clock.epoch  # epochs of runs before this one that the history still holds
-        name = f"epoch {epoch}" + (f"/{epochs + earlier}" if epochs is not None else "")
+        name = f"epoch {epoch}"
+        if config is not None and config.num_epochs is not None:
+            earlier = epoch - 1 - clock.epoch  # epochs of runs before this one that the history still holds
+            name += f"/{config.num_epochs + earlier}"
         self._epoch_began = clock.batch - clock.batch_in_epoch
         self._begin(trainer, _Phase(name, length(trainer.run.data.train), clock.batch_in_epoch, clock.sample))
 
@@ -96,15 +93,14 @@ class ProgressBarCallback(TrainerCallback):
         if self._phases:
             self._end(self._phases[-1])
 
-    def on_training_run_end(self, trainer: "Trainer", **kwargs: object) -> None:
+    def close(self, *_: object, **kwargs: object) -> None:
         """Restore the terminal, also after a stop or an error."""
-        self._close()
+        if self._display is not None:
+            self._display.close()
+        self._display, self._next = None, float("inf")
+        self._phases.clear()
 
-    on_stop_training_error = on_exception = on_training_run_end
-
-    def close(self, *_: object) -> None:
-        """Restore the terminal."""
-        self._close()
+    on_training_run_end = on_stop_training_error = on_exception = close
 
     def _begin(self, trainer: "Trainer", phase: "_Phase") -> None:
         if get_local_rank() != 0:
@@ -119,30 +115,24 @@ class ProgressBarCallback(TrainerCallback):
     def _show(self, phase: "_Phase") -> None:
         if self._display is not None:
             self._request_loss(phase)
-            self._display.show(phase, self._figures(phase))
+            self._display.draw(phase, self._figures(phase))
         self._wait()
 
     def _end(self, phase: "_Phase") -> None:
         if self._display is not None:
             self._request_loss(phase)
             self._take(self._readback.drain())
-            self._display.end(phase, self._figures(phase))
+            self._display.draw(phase, self._figures(phase), is_end=True)
         self._phases.pop()
         if not self._phases:
-            self._close()
+            self.close()
         else:
             self._phases[-1].started += phase.seconds()  # an epoch's speed is that of its own batches
             self._wait()
 
-    def _close(self) -> None:
-        if self._display is not None:
-            self._display.close()
-        self._display, self._next = None, float("inf")
-        self._phases.clear()
-
     def _wait(self) -> None:
-        pause = 1 / self.refresh_per_second if isinstance(self._display, _BarDisplay) else self.plain_interval
-        self._next = time.perf_counter() + pause
+        has_bars = isinstance(self._display, _BarDisplay)
+        self._next = time.perf_counter() + (1 / self.refresh_per_second if has_bars else self.plain_interval)
 
     def _request_loss(self, phase: "_Phase") -> None:
         """Request the newest loss where it is on a device; it is shown when it has arrived, and nothing waits for it."""
@@ -161,9 +151,11 @@ class ProgressBarCallback(TrainerCallback):
         loss = self._measures.tracker.latest_known
         if loss is not None:
             figures.append(f"loss {loss:.4g}")
-        rate = _first_rate(self._optimizers) if phase.trains else None
-        if rate is not None:
-            figures.append(f"lr {rate:.3g}")
+        groups = getattr(self._optimizers[0], "param_groups", None) if self._optimizers and phase.trains else None
+        rate = groups[0].get("lr") if groups else None
+        is_on_device = isinstance(rate, Tensor) and rate.device.type != "cpu"  # reading it would make the host wait
+        if rate is not None and not is_on_device:
+            figures.append(f"lr {float(rate):.3g}")
         if speed := phase.samples_per_second():
             figures.append(f"{_short(speed)} samples/s")
         return "  ".join(figures)
@@ -194,21 +186,18 @@ class _Display:
     def begin(self, phase: _Phase) -> None:
         """Print nothing yet."""
 
-    def show(self, phase: _Phase, figures: str) -> None:
-        """Print one line."""
-        left = phase.seconds_left()
-        self._print(phase, figures, f"{_clock(left)} left" if left is not None else "")
-
-    def end(self, phase: _Phase, figures: str) -> None:
-        """Print the line of a finished phase."""
-        self._print(phase, figures, f"took {_clock(phase.seconds())}")
-
-    def close(self) -> None:
-        """Nothing to put away."""
-
-    def _print(self, phase: _Phase, figures: str, when: str) -> None:
+    def draw(self, phase: _Phase, figures: str, is_end: bool = False) -> None:
+        """Print one line, with the time left or, at the end, the time it took."""
+        left, when = phase.seconds_left(), ""
+        if is_end:
+            when = f"took {_clock(phase.seconds())}"
+        elif left is not None:
+            when = f"{_clock(left)} left"
         of = f"{phase.done}/{phase.total}" if phase.total is not None else str(phase.done)
         print("  ".join(part for part in (phase.name, of, figures, when) if part), flush=True)
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 class _BarDisplay(_Display):
@@ -218,7 +207,7 @@ class _BarDisplay(_Display):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            "{task.description}",
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("{task.fields[times]}", style="progress.elapsed"),
@@ -237,28 +226,21 @@ class _BarDisplay(_Display):
         )
         self._progress.refresh()
 
-    def show(self, phase: _Phase, figures: str) -> None:
-        """Redraw the bar."""
-        left = phase.seconds_left()
-        self._draw(
-            phase,
-            figures,
-            f"{_clock(phase.seconds())} < {_clock(left)}" if left is not None else _clock(phase.seconds()),
-        )
-
-    def end(self, phase: _Phase, figures: str) -> None:
-        """Draw the bar a last time; one that stood on top of another goes."""
-        self._draw(phase, figures, _clock(phase.seconds()))
-        task = self._tasks.pop(id(phase))
-        if self._tasks:
-            self._progress.remove_task(task)
+    def draw(self, phase: _Phase, figures: str, is_end: bool = False) -> None:
+        """Redraw the bar. At its end a bar above another one is removed."""
+        left, times = phase.seconds_left(), _clock(phase.seconds())
+        if left is not None and not is_end:
+            times += f" < {_clock(left)}"
+        task = self._tasks[id(phase)]
+        self._progress.update(task, completed=phase.done, times=times, figures=figures, refresh=True)
+        if is_end:
+            del self._tasks[id(phase)]
+            if self._tasks:
+                self._progress.remove_task(task)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Restore the terminal."""
         self._progress.stop()
-
-    def _draw(self, phase: _Phase, figures: str, times: str) -> None:
-        self._progress.update(self._tasks[id(phase)], completed=phase.done, times=times, figures=figures, refresh=True)
 
 
 def _make_display() -> _Display:
@@ -268,17 +250,10 @@ def _make_display() -> _Display:
     from rich.console import Console
 
     console = Console()
+    has_bars = console.is_terminal and not console.is_dumb_terminal
     if console.is_jupyter:  # rich draws bars there with ipywidgets, and nothing at all without
-        return _BarDisplay(console) if find_spec("ipywidgets") is not None else _Display()
-    return _BarDisplay(console) if console.is_terminal and not console.is_dumb_terminal else _Display()
-
-
-def _first_rate(optimizers: Sequence[object]) -> float | None:
-    groups = getattr(optimizers[0], "param_groups", None) if optimizers else None
-    rate = groups[0].get("lr") if groups else None
-    if isinstance(rate, Tensor) and rate.device.type != "cpu":
-        return None  # reading it would make the host wait
-    return None if rate is None else float(rate)
+        has_bars = find_spec("ipywidgets") is not None
+    return _BarDisplay(console) if has_bars else _Display()
 
 
 def _short(number: float) -> str:
@@ -333,26 +308,20 @@ class PrintProgressCallback(TrainerCallback):
     """Prints when runs and epochs begin and end."""
 
     def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Print that training begins."""
         trainer.print("Starting training run")
 
     def on_train_epoch_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Print which epoch begins."""
         trainer.print(f"\nStarting epoch {trainer.run_history.current_epoch}")
 
     def on_eval_epoch_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Print that an evaluation begins."""
         label = trainer.state.dataloader_label
         trainer.print("Starting evaluation" if label == "eval" else f"Starting evaluation on {label}")
 
     def on_training_run_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Print that training has ended."""
         trainer.print("\nFinishing training run")
 
     def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Print that `evaluate()` begins."""
         trainer.print("Starting evaluation run")
 
     def on_evaluation_run_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Print that `evaluate()` has ended."""
         trainer.print("Finishing evaluation run")

@@ -3,11 +3,13 @@
 import shutil
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.context.state import State
-from drivetrain.core.errors import ConfigError, DrivetrainWarning
+from drivetrain.core.arguments import check_count
+from drivetrain.core.errors import DrivetrainWarning
 from drivetrain.core.plugin import Logger
 from drivetrain.core.types import StateDict
 from drivetrain.runtime.collectives import agree_any
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
     from drivetrain.train.trainer import Trainer
 
 
+_LOADED: tuple[str, ...] = ("model", "optimizers", "schedulers")
+
+
+@dataclass(eq=False, repr=False)
 class SaveBestModelCallback(TrainerCallback):
     """Saves the model whenever a metric reaches its best value of the run, and loads the best model at the end.
 
@@ -37,28 +43,20 @@ class SaveBestModelCallback(TrainerCallback):
     'best.pt'
     """
 
-    writes: tuple[str, ...] = ("model", "optimizers", "schedulers")
+    writes = _LOADED
 
-    def __init__(
-        self,
-        save_path: str | Path = "best_model.pt",
-        watch_metric: str = "eval_loss_epoch",
-        greater_is_better: bool = False,
-        reset_on_train: bool = True,
-        save_optimizer: bool = True,
-        save_scheduler: bool = True,
-        load_saved_checkpoint: bool = True,
-    ):
-        self.save_path = save_path
-        self.watch_metric = watch_metric
-        self.greater_is_better = greater_is_better
-        self.reset_on_train = reset_on_train
-        self.save_optimizer = save_optimizer
-        self.save_scheduler = save_scheduler
-        self.load_saved_checkpoint = load_saved_checkpoint
+    save_path: str | Path = "best_model.pt"
+    watch_metric: str = "eval_loss_epoch"
+    greater_is_better: bool = False
+    reset_on_train: bool = True
+    save_optimizer: bool = True
+    save_scheduler: bool = True
+    load_saved_checkpoint: bool = True
+
+    def __post_init__(self) -> None:
         self.best_metric_epoch: int | None = None
         self.best_metric_step: int | None = None
-        self._watch = MetricWatch(watch_metric, greater_is_better)
+        self._watch = MetricWatch(self.watch_metric, self.greater_is_better)
 
     @property
     def best_metric(self) -> float | None:
@@ -108,11 +106,8 @@ class SaveBestModelCallback(TrainerCallback):
 
     def state_dict(self) -> StateDict:
         """Return the best value, its epoch and its step."""
-        return {
-            "watch": self._watch.state_dict(),
-            "best_metric_epoch": self.best_metric_epoch,
-            "best_metric_step": self.best_metric_step,
-        }
+        best = {"best_metric_epoch": self.best_metric_epoch, "best_metric_step": self.best_metric_step}
+        return {"watch": self._watch.state_dict(), **best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
@@ -121,40 +116,30 @@ class SaveBestModelCallback(TrainerCallback):
         self.best_metric_step = state.get("best_metric_step")
 
 
+@dataclass(eq=False, repr=False)
 class SaveTrainingStateCallback(TrainerCallback):
     """Saves everything a run needs to continue, every few epochs or updates and at the end.
 
-    Folders are named `epoch_N`, `step_N` and `final`. Of the first two at most `max_checkpoints` stay: an old one
-    goes when a newer one is complete.
+    Folders are named `epoch_N`, `step_N` and `final`. Of the first two at most `max_checkpoints` are kept: an old one
+    is removed when a newer one is complete.
     """
 
-    def __init__(
-        self,
-        save_dir: str | Path = "training_states",
-        save_every_n_epochs: int | None = None,
-        save_every_n_steps: int | None = None,
-        save_at_end: bool = True,
-        max_checkpoints: int | None = None,
-    ):
-        counts = {
-            "save_every_n_epochs": save_every_n_epochs,
-            "save_every_n_steps": save_every_n_steps,
-            "max_checkpoints": max_checkpoints,
-        }
-        for name, count in counts.items():
-            if count is not None and count < 1:
-                raise ConfigError(f"{name}={count}: expected at least 1, or None.")
-        if save_every_n_epochs is None and save_every_n_steps is None and not save_at_end:
+    save_dir: str | Path = "training_states"
+    save_every_n_epochs: int | None = None
+    save_every_n_steps: int | None = None
+    save_at_end: bool = True
+    max_checkpoints: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("save_every_n_epochs", "save_every_n_steps", "max_checkpoints"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), hint=", or None")
+        if self.save_every_n_epochs is None and self.save_every_n_steps is None and not self.save_at_end:
             warnings.warn(
                 "SaveTrainingStateCallback saves nothing: give save_every_n_epochs, save_every_n_steps or save_at_end=True.",
                 DrivetrainWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
-        self.save_dir = Path(save_dir)
-        self.save_every_n_epochs = save_every_n_epochs
-        self.save_every_n_steps = save_every_n_steps
-        self.save_at_end = save_at_end
-        self.max_checkpoints = max_checkpoints
         self._saved_checkpoints: list[Path] = []
 
     def on_train_step_start(self, trainer: "Trainer", **kwargs: object) -> None:
@@ -180,7 +165,7 @@ class SaveTrainingStateCallback(TrainerCallback):
     def on_training_run_end(self, trainer: "Trainer", **kwargs: object) -> None:
         """Save the end of the run."""
         if self.save_at_end:
-            trainer.save_training_state(self.save_dir / "final")
+            trainer.save_training_state(Path(self.save_dir) / "final")
         self._remove_old(trainer)
 
     def state_dict(self) -> StateDict:
@@ -192,7 +177,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._saved_checkpoints = [Path(path) for path in state["saved"]]
 
     def _save(self, trainer: "Trainer", name: str) -> None:
-        path = self.save_dir / name
+        path = Path(self.save_dir) / name
         self._saved_checkpoints = [*(other for other in self._saved_checkpoints if other != path), path]
         trainer.save_training_state(path)
 
@@ -213,7 +198,7 @@ class WSDCheckpointCallback(TrainerCallback):
     `checkpoint_N_wsd_post_decay.pt` the model to use, or to continue from (WSD-S).
     """
 
-    writes = ("model", "optimizers", "schedulers")
+    writes = _LOADED
 
     def __init__(
         self,
@@ -222,9 +207,7 @@ class WSDCheckpointCallback(TrainerCallback):
         save_scheduler: bool = True,
         initial_checkpoint: str | Path | None = None,
     ):
-        self.save_dir = Path(save_dir)
-        self.save_optimizer = save_optimizer
-        self.save_scheduler = save_scheduler
+        self.save_dir, self.save_optimizer, self.save_scheduler = Path(save_dir), save_optimizer, save_scheduler
         self.initial_checkpoint = None if initial_checkpoint is None else Path(initial_checkpoint)
         self.checkpoint_steps: set[int] = set()
         self.pre_decay_steps: set[int] = set()
@@ -271,22 +254,18 @@ class WSDCheckpointCallback(TrainerCallback):
     def _continue_from(self, trainer: "Trainer", path: Path) -> None:
         if not path.exists():
             raise FileNotFoundError(f"initial_checkpoint={str(path)!r} does not exist.")
-        if path.is_dir():
-            _load_weights(trainer.state, path)
+        if path.is_dir():  # model, optimizers and schedulers, but not the position: the new run has its own
+            from drivetrain.checkpoint.store import load_checkpoint
+            from drivetrain.context.context import Context
+
+            state = trainer.state
+            part = Context(model=state.model, optimizers=state.optimizers, schedulers=state.schedulers)
+            part.load_state_dict(load_checkpoint(path, map_location=state.device), strict=False)
         else:
             trainer.load_checkpoint(path)
         if trainer.scheduler.is_continuation_from_checkpoint:
             trainer.scheduler.restart()
         trainer.print(f"Continuing from {path}")
-
-
-def _load_weights(state: State, folder: Path) -> None:
-    """Load model, optimizers and schedulers of a saved state, and nothing of its position: the new run has its own."""
-    from drivetrain.checkpoint.store import load_checkpoint
-    from drivetrain.context.context import Context
-
-    part = Context(model=state.model, optimizers=state.optimizers, schedulers=state.schedulers)
-    part.load_state_dict(load_checkpoint(folder, map_location=state.device), strict=False)
 
 
 def update_in_progress(trainer: "Trainer") -> int | None:

@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_choice, check_count, check_number
-from drivetrain.core.errors import ConfigError, NonFiniteLossError, StopTrainingError, unknown_name
+from drivetrain.core.errors import NonFiniteLossError, StopTrainingError
 from drivetrain.core.plugin import Logger
 from drivetrain.core.types import StateDict
 from drivetrain.module.finite import StepGuard
@@ -25,9 +26,7 @@ if TYPE_CHECKING:
     from drivetrain.train.trainer import Trainer
 
 
-_TRAINING, _VALIDATION = "training", "validation"
-
-
+@dataclass(eq=False, repr=False)
 class EarlyStoppingCallback(TrainerCallback):
     """Stops when a metric has not improved by more than a threshold for some epochs.
 
@@ -45,25 +44,17 @@ class EarlyStoppingCallback(TrainerCallback):
     3
     """
 
-    def __init__(
-        self,
-        early_stopping_patience: int = 1,
-        early_stopping_threshold: float = 0.01,
-        watch_metric: str = "eval_loss_epoch",
-        greater_is_better: bool = False,
-        reset_on_train: bool = True,
-    ):
-        if early_stopping_patience < 1:
-            raise ConfigError(f"early_stopping_patience={early_stopping_patience}: expected at least 1 epoch.")
-        if early_stopping_threshold < 0:
-            raise ConfigError(f"early_stopping_threshold={early_stopping_threshold}: expected at least 0.")
-        self.early_stopping_patience = early_stopping_patience
-        self.early_stopping_threshold = early_stopping_threshold
-        self.watch_metric = watch_metric
-        self.greater_is_better = greater_is_better
-        self.reset_on_train = reset_on_train
+    early_stopping_patience: int = 1
+    early_stopping_threshold: float = 0.01
+    watch_metric: str = "eval_loss_epoch"
+    greater_is_better: bool = False
+    reset_on_train: bool = True
+
+    def __post_init__(self) -> None:
+        check_count("early_stopping_patience", self.early_stopping_patience)
+        check_number("early_stopping_threshold", self.early_stopping_threshold, at_least=0)
         self.early_stopping_patience_counter = 0
-        self._watch = MetricWatch(watch_metric, greater_is_better)
+        self._watch = MetricWatch(self.watch_metric, self.greater_is_better)
 
     @property
     def best_metric(self) -> float | None:
@@ -121,9 +112,7 @@ class TerminateOnNaNCallback(TrainerCallback):
     """
 
     def __init__(self, action: str = "raise"):
-        if action not in ("raise", "stop"):
-            raise ConfigError(unknown_name("action", action, ["raise", "stop"], where="TerminateOnNaNCallback"))
-        self.action = action
+        self.action = check_choice("action", action, ("raise", "stop"), owner="TerminateOnNaNCallback")
         self.triggered = False
         self._readback = AsyncReadback()
 
@@ -135,12 +124,12 @@ class TerminateOnNaNCallback(TrainerCallback):
 
     def after_loss(self, state: State, logger: Logger) -> None:
         """Test the training loss."""
-        self.check_for_nan_after_batch({"loss": state.loss}, step=_TRAINING)
+        self.check_for_nan_after_batch({"loss": state.loss}, step="training")
 
     def on_eval_step_end(self, trainer: "Trainer", batch: object, batch_output: BatchOutput, **kwargs: object) -> None:
         """Test the loss of an evaluation batch."""
         self._trainer = trainer
-        self.check_for_nan_after_batch(batch_output, step=_VALIDATION)
+        self.check_for_nan_after_batch(batch_output, step="validation")
 
     def on_train_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
         """Test the last losses of an epoch or an evaluation. Its mean has just been read, so this does not wait."""
@@ -153,29 +142,24 @@ class TerminateOnNaNCallback(TrainerCallback):
         loss = batch_output["loss"]
         if isinstance(loss, Tensor):
             if loss.ndim:
-                loss = loss.detach().sum()  # not a number if any entry is none
+                loss = loss.detach().sum()  # not finite if any entry is not
             if loss.is_cpu and math.isfinite(loss.item()):
                 return
-        self._readback.push(loss, self._place(step))
+        trainer, epoch, batch = self._trainer, None, None
+        if trainer is not None:
+            epoch, batch = trainer.run_history.current_epoch, trainer.state.clock.batch_in_epoch
+        self._readback.push(loss, (step or "", epoch, batch))
         self._inspect(self._readback.poll())
-
-    def _place(self, step: str | None) -> tuple[str, int | None, int | None]:
-        """Return where the loss of this moment belongs: the phase, the epoch, the batch in it."""
-        trainer = self._trainer
-        if trainer is None:
-            return step or "", None, None
-        return step or "", trainer.run_history.current_epoch, trainer.state.clock.batch_in_epoch
 
     def _inspect(self, arrived: Iterable[tuple[tuple[str, int | None, int | None], float]]) -> None:
         for (where, epoch, step), value in arrived:
             if not math.isfinite(value):
                 self._terminate(value, where, epoch, step)
-            if where == _TRAINING and self._trainer is not None:
+            if where == "training" and self._trainer is not None:
                 self._trainer.run.measures.tracker.latest_known = value
 
     def _terminate(self, value: float, where: str, epoch: int | None, step: int | None) -> None:
-        self.triggered = True
-        self._readback = AsyncReadback()
+        self.triggered, self._readback = True, AsyncReadback()
         place = f" in {where}" + (f", epoch {epoch}, batch {step}" if epoch is not None else "") if where else ""
         if self.action == "stop":
             raise StopTrainingError(f"the loss is {value}{place}.")
@@ -235,7 +219,7 @@ class LossSpike(TrainerCallback):
     def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Start without pending losses. A resumed run keeps its statistics."""
         self._trainer, self._readback = trainer, AsyncReadback()
-        if trainer.state.clock.batch == 0:
+        if is_fresh_run(trainer):
             self.losses.clear()
         self._limit = self._find_limit()
 
@@ -243,7 +227,14 @@ class LossSpike(TrainerCallback):
         """Compare the loss with the limit before its backward pass. This does not synchronize an accelerator."""
         if self.guard is None:
             return
-        loss = _mean_over_ranks(state.loss.detach())
+        loss = state.loss.detach()
+        loss = loss.mean() if loss.ndim else loss
+        if is_distributed():
+            import torch.distributed as dist
+
+            loss = loss.clone()
+            dist.all_reduce(loss)
+            loss = loss / dist.get_world_size()
         if loss.is_cpu:
             value = loss.item()
             self.guard.reject(value > self._limit)
@@ -287,15 +278,3 @@ class LossSpike(TrainerCallback):
         middle = median(self.losses)
         deviation = median(abs(loss - middle) for loss in self.losses)
         return middle + self.threshold * max(deviation, _LEAST_DEVIATION * abs(middle)) / _NORMAL
-
-
-def _mean_over_ranks(loss: Tensor) -> Tensor:
-    if loss.ndim:
-        loss = loss.mean()
-    if not is_distributed():
-        return loss
-    import torch.distributed as dist
-
-    total = loss.clone()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()

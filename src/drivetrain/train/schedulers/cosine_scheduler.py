@@ -8,7 +8,7 @@ from functools import partial
 
 from torch.optim import Optimizer
 
-from drivetrain.core.types import Settings, StateDict
+from drivetrain.core.types import StateDict
 from drivetrain.optim.schedules import between, cosine
 from drivetrain.train.schedulers.scheduler_base import StatefulSchedulerBase, require, require_numbers
 from drivetrain.train.settings import RunNumber, TrainerPlaceholderValues
@@ -39,15 +39,8 @@ class CosineLrScheduler(StatefulSchedulerBase):
     """
 
     saved = (
-        "total_iterations",
-        "lr_min_ratio",
-        "lr_min",
-        "warmup_iterations",
-        "warmup_lr_init",
-        "warmup_lr_ratio",
-        "k_decay",
-        "num_cooldown_iterations",
-        "num_updates",
+        *("total_iterations", "lr_min_ratio", "lr_min", "warmup_iterations", "warmup_lr_init", "warmup_lr_ratio"),
+        *("k_decay", "num_cooldown_iterations", "num_updates"),
     )
 
     def __init__(
@@ -63,24 +56,12 @@ class CosineLrScheduler(StatefulSchedulerBase):
         warmup_starting_lr_ratio: float | None = None,
         num_cooldown_epochs: float = 0,
     ):
+        given = dict(locals())
         super().__init__(optimizer)
-        require_numbers(
-            above=0,
-            total_num_epochs=total_num_epochs,
-            num_update_steps_per_epoch=num_update_steps_per_epoch,
-            k_decay=k_decay,
-        )
-        require_numbers(
-            at_least=0,
-            lr_min=lr_min,
-            min_lr_ratio=min_lr_ratio,
-            warmup_starting_lr=warmup_starting_lr,
-            warmup_starting_lr_ratio=warmup_starting_lr_ratio,
-            num_warmup_epochs=num_warmup_epochs,
-            num_cooldown_epochs=num_cooldown_epochs,
-        )
-        for name, ratio in (("min_lr_ratio", min_lr_ratio), ("warmup_starting_lr_ratio", warmup_starting_lr_ratio)):
-            require(ratio is None or ratio <= 1, f"{name}={ratio}: expected a fraction of the base rate, from 0 to 1.")
+        require_numbers(given, "total_num_epochs", "num_update_steps_per_epoch", "k_decay", above=0)
+        require_numbers(given, "lr_min", "warmup_starting_lr", "num_warmup_epochs", "num_cooldown_epochs", at_least=0)
+        hint = ", a fraction of the base rate"
+        require_numbers(given, "min_lr_ratio", "warmup_starting_lr_ratio", at_least=0, at_most=1, hint=hint)
         require(
             num_warmup_epochs + num_cooldown_epochs <= total_num_epochs,
             f"num_warmup_epochs={num_warmup_epochs} and num_cooldown_epochs={num_cooldown_epochs} do not fit in "
@@ -124,21 +105,8 @@ class CosineLrScheduler(StatefulSchedulerBase):
         num_cooldown_epochs: RunNumber = 0,
     ) -> "Callable[[Optimizer], CosineLrScheduler]":
         """Return a function of the optimizer for `train(create_scheduler_fn=...)`, which fills in the length."""
-        lengths: Settings = {
-            "total_num_epochs": total_num_epochs,
-            "num_update_steps_per_epoch": num_update_steps_per_epoch,
-            "num_warmup_epochs": num_warmup_epochs,
-            "num_cooldown_epochs": num_cooldown_epochs,
-        }
-        return partial(
-            cls,
-            **lengths,
-            k_decay=k_decay,
-            lr_min=lr_min,
-            min_lr_ratio=min_lr_ratio,
-            warmup_starting_lr=warmup_starting_lr,
-            warmup_starting_lr_ratio=warmup_starting_lr_ratio,
-        )
+        arguments = dict(locals())
+        return partial(arguments.pop("cls"), **arguments)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore the curve and the count."""

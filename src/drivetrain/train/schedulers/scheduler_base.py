@@ -6,8 +6,8 @@ It is stepped after every update, never per epoch, so there is one count and no 
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -37,9 +37,8 @@ class SchedulerBase(ABC):
                     f"{', '.join(map(str, group))}."
                 )
             initial = group[param_group_field]
-            group.setdefault(
-                self._initial_param_group_field, float(initial) if isinstance(initial, Tensor) else initial
-            )
+            initial = float(initial) if isinstance(initial, Tensor) else initial
+            group.setdefault(self._initial_param_group_field, initial)
         self.base_lr_values = [float(group[self._initial_param_group_field]) for group in optimizer.param_groups]
         self._update_param_groups(self.base_lr_values)
 
@@ -119,17 +118,11 @@ def require(condition: bool, message: str) -> None:
         raise SchedulerArgumentError(message)
 
 
-def require_numbers(at_least: float | None = None, above: float | None = None, **values: object) -> None:
-    """Raise for arguments that are not finite numbers within the limits. None means not set."""
-    for name, value in values.items():
+def require_numbers(given: Mapping[str, object], *names: str, **limits: Any) -> None:
+    """Raise for arguments that are not finite numbers within the limits of `check_number`. None means not set."""
+    for name in names:
         try:
-            if value is not None:
-                check_number(name, value, at_least=at_least, above=above)
+            if given[name] is not None:
+                check_number(name, given[name], **limits)
         except ConfigError as error:
             raise SchedulerArgumentError(str(error)) from None
-
-
-def require_flags(**values: object) -> None:
-    """Raise for arguments that are not True or False."""
-    for name, value in values.items():
-        require(isinstance(value, bool), f"{name}={value!r}: expected True or False.")

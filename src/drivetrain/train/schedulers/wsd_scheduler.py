@@ -11,18 +11,14 @@ from functools import partial
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.core.types import Settings, StateDict
+from drivetrain.core.types import StateDict
 from drivetrain.optim.schedules import between, decay
-from drivetrain.train.schedulers.scheduler_base import StatefulSchedulerBase, require, require_flags, require_numbers
+from drivetrain.train.schedulers.scheduler_base import StatefulSchedulerBase, require, require_numbers
 from drivetrain.train.settings import RunNumber, TrainerPlaceholderValues
 
 _SHAPE = (
-    "num_warmup_steps",
-    "decay_phase_ratio",
-    "lr_min",
-    "warmup_starting_lr",
-    "use_inverse_sqrt_decay",
-    "num_checkpoints",
+    *("num_warmup_steps", "decay_phase_ratio", "lr_min", "warmup_starting_lr"),
+    *("use_inverse_sqrt_decay", "num_checkpoints"),
 )
 
 
@@ -45,25 +41,14 @@ class WSDLrScheduler(StatefulSchedulerBase):
         num_checkpoints: int = 1,
         is_continuation_from_checkpoint: bool = False,
     ):
+        given = dict(locals())
         super().__init__(optimizer)
-        require_numbers(
-            above=0,
-            num_epochs=num_epochs,
-            num_update_steps_per_epoch=num_update_steps_per_epoch,
-            total_steps=total_steps,
-            num_checkpoints=num_checkpoints,
-        )
-        require_numbers(
-            at_least=0,
-            num_warmup_steps=num_warmup_steps,
-            decay_phase_ratio=decay_phase_ratio,
-            lr_min=lr_min,
-            warmup_starting_lr=warmup_starting_lr,
-        )
-        require_flags(
-            use_inverse_sqrt_decay=use_inverse_sqrt_decay,
-            is_continuation_from_checkpoint=is_continuation_from_checkpoint,
-        )
+        require_numbers(given, "num_epochs", "num_update_steps_per_epoch", "total_steps", "num_checkpoints", above=0)
+        require_numbers(given, "num_warmup_steps", "warmup_starting_lr", at_least=0)
+        require_numbers(given, "decay_phase_ratio", at_least=0, at_most=1, hint=", a fraction of a period")
+        require_numbers(given, "lr_min", at_least=0, at_most=1, hint=", a fraction of the base rate")
+        for name in ("use_inverse_sqrt_decay", "is_continuation_from_checkpoint"):
+            require(isinstance(given[name], bool), f"{name}={given[name]!r}: expected True or False.")
         self.total_steps = _count_steps(num_epochs, num_update_steps_per_epoch, total_steps)
         self.num_warmup_steps = int(0.01 * self.total_steps) if num_warmup_steps is None else num_warmup_steps
         self.decay_phase_ratio = decay_phase_ratio
@@ -72,22 +57,15 @@ class WSDLrScheduler(StatefulSchedulerBase):
         self.use_inverse_sqrt_decay = use_inverse_sqrt_decay
         self.num_checkpoints = num_checkpoints
         self.is_continuation_from_checkpoint = is_continuation_from_checkpoint
-        self._check()
-        self._plan()
-        self.step_update(0)
-
-    def _check(self) -> None:
-        ratio, count, highest = self.decay_phase_ratio, self.num_checkpoints, max(self.base_lr_values)
-        require(ratio <= 1, f"decay_phase_ratio={ratio}: expected a fraction of a period, from 0 to 1.")
-        require(self.lr_min <= 1, f"lr_min={self.lr_min}: expected a fraction of the base rate, from 0 to 1.")
+        ratio, count, highest = decay_phase_ratio, num_checkpoints, max(self.base_lr_values)
         require(
             self.total_steps >= 2 ** (count - 1),
             f"num_checkpoints={count} do not fit in total_steps={self.total_steps}; use at least {2 ** (count - 1)} "
             "steps.",
         )
-        if self.warmup_starting_lr > highest:
+        if warmup_starting_lr > highest:
             raise ConfigError(
-                f"warmup_starting_lr={self.warmup_starting_lr} is above the base rate {highest}: the warm-up would "
+                f"warmup_starting_lr={warmup_starting_lr} is above the base rate {highest}: the warm-up would "
                 "lower the rate. Choose a smaller start."
             )
         if count > 1 and ratio > 1 / 3:
@@ -95,19 +73,17 @@ class WSDLrScheduler(StatefulSchedulerBase):
                 f"decay_phase_ratio={ratio} with num_checkpoints={count}: decays take at most a third of a period "
                 "when there are several. Use a ratio up to 0.33, or one checkpoint."
             )
+        self._plan()
+        self.step_update(0)
 
     def _plan(self) -> None:
         self.checkpoint_steps = estimate_checkpoint_steps(self.total_steps, self.num_checkpoints)
         self.checkpoint_decay_info = []
         for start, end in zip([0, *self.checkpoint_steps], self.checkpoint_steps):
             decay_steps = int((end - start) * self.decay_phase_ratio)
+            period = {"period_start": start, "period_end": end}
             self.checkpoint_decay_info.append(
-                {
-                    "period_start": start,
-                    "period_end": end,
-                    "decay_steps": decay_steps,
-                    "pre_decay_step": end - decay_steps,
-                }
+                {**period, "decay_steps": decay_steps, "pre_decay_step": end - decay_steps}
             )
 
     def get_checkpoint_steps(self) -> list[int]:
@@ -147,18 +123,15 @@ class WSDLrScheduler(StatefulSchedulerBase):
         if not self.is_continuation_from_checkpoint and num_updates < self.num_warmup_steps:
             start, done = self.warmup_starting_lr, num_updates / self.num_warmup_steps
             return [between(base, start, done) for base in self.base_lr_values]
-        factor = self._decay_factor(num_updates)
-        return [base * factor for base in self.base_lr_values]
-
-    def _decay_factor(self, num_updates: int) -> float:
-        period, lowest = self._period(num_updates), self.lr_min
+        period, lowest, factor = self._period(num_updates), self.lr_min, 1.0
         into_decay = num_updates - period["pre_decay_step"]
-        if into_decay <= 0 or not period["decay_steps"]:
-            return 1.0
-        t = min(into_decay / period["decay_steps"], 1.0)
-        if self.use_inverse_sqrt_decay:
-            return decay(t, "sqrt", lowest)
-        return decay(t, "inverse", lowest) if lowest else 0.0
+        if into_decay > 0 and period["decay_steps"]:
+            t = min(into_decay / period["decay_steps"], 1.0)
+            if self.use_inverse_sqrt_decay:
+                factor = decay(t, "sqrt", lowest)
+            else:
+                factor = decay(t, "inverse", lowest) if lowest else 0.0
+        return [base * factor for base in self.base_lr_values]
 
     @classmethod
     def create_scheduler_fn(
@@ -174,21 +147,11 @@ class WSDLrScheduler(StatefulSchedulerBase):
         is_continuation_from_checkpoint: bool = False,
     ) -> "Callable[[Optimizer], WSDLrScheduler]":
         """Return a function of the optimizer for `train(create_scheduler_fn=...)`, which fills in the length."""
-        lengths: Settings = {
-            "num_epochs": total_num_epochs,
-            "num_update_steps_per_epoch": num_update_steps_per_epoch,
-            "num_warmup_steps": None if num_warmup_epochs is None else num_warmup_epochs * num_update_steps_per_epoch,
-        }
-        return partial(
-            cls,
-            **lengths,
-            decay_phase_ratio=decay_phase_ratio,
-            lr_min=lr_min,
-            warmup_starting_lr=warmup_starting_lr,
-            use_inverse_sqrt_decay=use_inverse_sqrt_decay,
-            num_checkpoints=num_checkpoints,
-            is_continuation_from_checkpoint=is_continuation_from_checkpoint,
-        )
+        arguments = dict(locals())
+        del arguments["cls"], arguments["num_warmup_epochs"]
+        arguments["num_epochs"] = arguments.pop("total_num_epochs")
+        steps = None if num_warmup_epochs is None else num_warmup_epochs * num_update_steps_per_epoch
+        return partial(cls, **arguments | {"num_warmup_steps": steps})
 
     def restart(self) -> None:
         """Start counting from the beginning, as a continuation does."""
@@ -218,9 +181,8 @@ def estimate_checkpoint_steps(total_steps: int, num_checkpoints: int) -> list[in
 
 
 def _count_steps(num_epochs: int | None, num_update_steps_per_epoch: int | None, total_steps: int | None) -> int:
-    given = (
-        f"num_epochs={num_epochs}, num_update_steps_per_epoch={num_update_steps_per_epoch}, total_steps={total_steps}"
-    )
+    epochs = f"num_epochs={num_epochs}, num_update_steps_per_epoch={num_update_steps_per_epoch}"
+    given = f"{epochs}, total_steps={total_steps}"
     if total_steps is not None:
         if num_epochs is not None or num_update_steps_per_epoch is not None:
             raise ConfigError(f"{given}: the length is set twice. Pass total_steps alone, or the other two without it.")
