@@ -11,7 +11,7 @@ as short as the data allows.
 import copy
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Self, TypeVar
 
 import torch
@@ -244,15 +244,11 @@ class SmartDataLoader(DataLoader[T_co]):
             device = None if arrived else device
             reads_here = reads_here or isinstance(fetch, GatherFetch)  # gathering is faster than sending to a worker
             if reads_here:
-                if device is None and not self._pins(device):
-                    return self._at_once(cursor, infos, fetch, seed)
                 if isinstance(fetch, GatherFetch) and fetch.can_pin and self._pins(device):
                     fetch = GatherFetch(fetch.columns, pinned=True)
                 pairs = ((info, fetch(info, seed)) for info in infos)
             else:
-                worker_fetch = copy.copy(fetch)
-                worker_fetch.restores_generators = False  # a worker has no caller
-                pool = self._workers(worker_fetch)
+                pool = self._workers(fetch)
                 base_seed = derive_seed(seed, "workers", cursor.epoch, share.rank)
                 pairs = ((info, batch) for (info, _), batch in pool.run(fetch_jobs(infos, seed), base_seed))
         if device is not None:
@@ -261,23 +257,11 @@ class SmartDataLoader(DataLoader[T_co]):
             pairs = ((info, pin(batch)) for info, batch in pairs)
         return self._published(cursor, pairs)
 
-    def _at_once(self, cursor: Cursor, infos: Iterator[BatchInfo], fetch: Any, seed: int) -> Iterator[Batch]:
-        """The shortest way: read here and hand out."""
-        for info in infos:
-            batch = fetch(info, seed)
-            cursor.info = info
-            yield batch
-        self._close(cursor)
-
-    def _published(self, cursor: Cursor, pairs: Pairs) -> Iterator[object]:
-        """Hand out batches that were read ahead; only what is handed out counts."""
+    def _published(self, cursor: Cursor, pairs: Pairs) -> Iterator[Batch]:
+        """Yield the batches; only what has been yielded counts. The end of the epoch makes the next iterator begin the next one."""
         for info, batch in pairs:
             cursor.info = info
             yield batch
-        self._close(cursor)
-
-    def _close(self, cursor: Cursor) -> None:
-        """End the epoch: the next iterator begins the next one."""
         if self._cursor is cursor:
             self._cursor = Cursor(cursor.epoch + 1, before=cursor.info)
 
@@ -285,19 +269,21 @@ class SmartDataLoader(DataLoader[T_co]):
         own = stream.own_stream_state(cursor.stream, self.iterable, share.rank, share.world, self.num_workers)
         start = stream.StreamStart(next(_tokens), self._seed, cursor.epoch, cursor.start, share, own)
         assert self._reader is not None
-        pool = self._workers(stream.StreamAnswer(self._reader)) if self.num_workers else None
+        pool = self._workers(self._reader) if self.num_workers else None
         if isinstance(self._reader, stream.FilterReader):
             return stream.filtered_batches(self._reader, start, pool)
         return stream.sharded_batches(self._reader, start, pool, self.num_workers)
 
-    def _workers(self, answer: Callable[..., object]) -> WorkerPool:
+    def _workers(self, answer: Any) -> WorkerPool:
         if self._pool is None:
+            answer = copy.copy(answer)
+            answer.restores_generators = False  # a worker has no caller
             names = "num_workers timeout worker_init_fn multiprocessing_context prefetch_factor persistent_workers"
             options = {name: getattr(self, name) for name in names.split()}
             options["pin_memory"] = self._pins(self._device if self.move_output else None)
-            if self._reader is not None and self.iterable == "filter":
-                options["worker_init_fn"] = stream.HiddenWorker(self.worker_init_fn)
-            self._pool = WorkerPool(WorkerSide(self.dataset, answer), options)
+            # A dataset that splits itself by `get_worker_info()` would, in `filter` mode, lose what the other workers have.
+            is_hidden = self._reader is not None and self.iterable == "filter"
+            self._pool = WorkerPool(WorkerSide(self.dataset, answer), options, is_hidden)
         return self._pool
 
     def _pins(self, device: torch.device | None) -> bool:

@@ -1,11 +1,12 @@
 """Batches on their way to the device, a few ahead of the one in use, and the progress bar of a hand-written loop.
 
-The copy of the next batch runs on a side stream from page-locked memory, while the device works on this one. Before a batch is handed
-out, the consumer's stream waits for its copy; before a copy begins, the side stream waits for what the consumer has queued so far, so
+The copy of the next batch runs on a side stream from page-locked memory, while the device works on this one. Before a batch is yielded,
+the consumer's stream waits for its copy; before a copy begins, the side stream waits for what the consumer has queued so far, so
 that memory of batches that are no longer in use is not written too early. (Recording every tensor on the consumer's stream would do the
 same at three times the cost.) The host waits for neither. On the CPU nothing of this exists: the loader does not come here.
 """
 
+import itertools
 import sys
 import time
 from collections import deque
@@ -30,48 +31,30 @@ def to_device(pairs: Pairs, device: torch.device, depth: int) -> Pairs:
     module = torch.get_device_module(device)
     if depth == 0 or not all(hasattr(module, name) for name in ("Stream", "Event", "stream", "current_stream")):
         return ((info, move_to_device(device, pin(batch), non_blocking=True)) for info, batch in pairs)
-    return _ahead(pairs, _SideStream(module, device), depth)
+    return _ahead(pairs, module, device, depth)
 
 
-def _ahead(pairs: Pairs, side: "_SideStream", depth: int) -> Pairs:
+def _ahead(pairs: Pairs, module: ModuleType, device: torch.device, depth: int) -> Pairs:
+    """Copy on a stream of its own, ordered with the consumer's stream by events."""
+    # Streams and events of one family: a generic torch.Stream ignores the events of a backend.
+    side, queued = module.Stream(device), module.Event()
+    spare: list[torch.Event] = []
     under_way: deque[tuple[BatchInfo, Batch, torch.Event]] = deque()
-    for info, batch in pairs:
-        under_way.append((info, *side.send(batch)))
-        if len(under_way) > depth:
-            ready, moved, sent = under_way.popleft()
-            yield ready, side.receive(moved, sent)
-    while under_way:
-        ready, moved, sent = under_way.popleft()
-        yield ready, side.receive(moved, sent)
-
-
-class _SideStream:
-    """Copies on a stream of their own, ordered with the consumer's stream by events."""
-
-    def __init__(self, module: ModuleType, device: torch.device):
-        # Streams and events of one family: a generic torch.Stream ignores the events of a backend.
-        self.module, self.device = module, device
-        self.stream = module.Stream(device)
-        self.new_event = module.Event
-        self.queued = module.Event()
-        self.spare: list[torch.Event] = []
-
-    def send(self, batch: Batch) -> tuple[Batch, torch.Event]:
-        """Start the copy of a batch; return it with the event that says when it has arrived."""
-        pinned = pin(batch)
-        sent = self.spare.pop() if self.spare else self.new_event()
-        self.queued.record(self.module.current_stream(self.device))
-        self.stream.wait_event(self.queued)
-        with self.module.stream(self.stream):
-            moved = move_to_device(self.device, pinned, non_blocking=True)
-        sent.record(self.stream)
-        return moved, sent
-
-    def receive(self, moved: Batch, sent: torch.Event) -> Batch:
-        """Let the consumer's stream wait for the copy, and hand the batch out."""
-        self.module.current_stream(self.device).wait_event(sent)
-        self.spare.append(sent)  # the wait refers to this recording; the event may be recorded again
-        return moved
+    for pair in itertools.chain(pairs, itertools.repeat(None, depth)):
+        if pair is not None:
+            pinned = pin(pair[1])
+            sent = spare.pop() if spare else module.Event()
+            queued.record(module.current_stream(device))
+            side.wait_event(queued)
+            with module.stream(side):
+                moved = move_to_device(device, pinned, non_blocking=True)
+            sent.record(side)
+            under_way.append((pair[0], moved, sent))
+        if under_way and (pair is None or len(under_way) > depth):
+            info, moved, sent = under_way.popleft()
+            module.current_stream(device).wait_event(sent)
+            spare.append(sent)  # the wait refers to this recording; the event may be recorded again
+            yield info, moved
 
 
 def pin(batch: Batch) -> Batch:

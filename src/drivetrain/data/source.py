@@ -8,6 +8,7 @@ run may continue with others.
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from torch.utils.data import (
@@ -182,23 +183,22 @@ REQUIRED = ("seed", "epoch", "position", "length", "version")
 OPTIONAL = ("sampler", "stream")
 
 
+@dataclass(slots=True, eq=False)
 class Cursor:
     """The position of one iterator; the loader's state follows the newest."""
 
-    __slots__ = ("before", "epoch", "info", "sampler", "start", "started", "stream")
-
-    def __init__(self, epoch: int = 0, start: int = 0, *, stream: object = None, before: BatchInfo | None = None):
-        self.epoch, self.start = epoch, start
-        self.started = False
-        """Whether an iterator has claimed this position; the next one then begins the next epoch."""
-        self.info: BatchInfo | None = None
-        """The current batch."""
-        self.sampler: object = None
-        """What the user's sampler needs to draw the stream of this epoch again."""
-        self.stream = stream
-        """What a state says about the position of an iterable dataset at `start`."""
-        self.before = before
-        """The last batch of the epoch that ended here: a loop that reads ahead may still have it in hand."""
+    epoch: int = 0
+    start: int = 0
+    stream: object = None
+    """What a state says about the position of an iterable dataset at `start`."""
+    before: BatchInfo | None = None
+    """The last batch of the epoch that ended here: a loop that reads ahead may still use it."""
+    started: bool = False
+    """Whether an iterator has claimed this position; the next one then begins the next epoch."""
+    info: BatchInfo | None = None
+    """The current batch."""
+    sampler: object = None
+    """What the user's sampler needs to draw the stream of this epoch again."""
 
     @property
     def position(self) -> int:

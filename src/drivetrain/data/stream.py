@@ -58,6 +58,8 @@ class StreamReader:
         self.collate: Callable[[Any], Batch] = collate or (default_collate if batched else default_convert)
         self.restores_generators = True
         self.iterator: Any = iter(())
+        self.steps: Iterator[tuple[object, ...]] = iter(())  # of a worker, for the iteration `token`
+        self.token: int | None = None
 
     def open(self, start: StreamStart, state: Any, *lane: int) -> None:
         """Begin the stream, at `state` if there is one; `lane` keys the random numbers of one of several streams."""
@@ -150,6 +152,18 @@ class FilterReader(StreamReader):
         info = BatchInfo(self.start.epoch, index, first, size, count, pad, position + count, last=None, stream=stream)
         return info, self.collated(own, first) if wanted else None
 
+    def __call__(self, start: StreamStart, number: int) -> object:
+        """Return the batch of a number to a worker's job, or None at the end of the stream."""
+        if start.token != self.token:
+            self.token, self.read, self.number = start.token, 0, number
+            self.steps = self.batches(start, lambda index: index == self.number)
+        self.number = number
+        for step in self.steps:
+            self.read += 1
+            if self.read > number:
+                return step
+        return None
+
 
 class ShardedReader(StreamReader):
     """Yields the batches of this rank's and worker's own stream."""
@@ -182,51 +196,16 @@ class ShardedReader(StreamReader):
         place = self.place(ended=len(samples) < size) or {"state": None, "ended": False}
         return len(samples), batch, {"samples": read + len(samples), **place}
 
-
-class StreamAnswer:
-    """Answers a worker's job: the batch of a number, or None at the end of the stream."""
-
-    def __init__(self, reader: StreamReader):
-        self.reader = copy.copy(reader)
-        self.reader.restores_generators = False
-        self.token: int | None = None
-        self.steps: Iterator[tuple[object, ...]] = iter(())
-
     def __call__(self, start: StreamStart, number: int) -> object:
+        """Return the next batch to a worker's job, or None at the end of its stream."""
+        if number < 0:
+            return IDLE
         info = torch.utils.data.get_worker_info()
-        if isinstance(self.reader, ShardedReader):
-            if number < 0:
-                return IDLE
-            assert info is not None
-            if start.token != self.token:
-                self.token, self.steps = start.token, self.reader.batches(start, info.id)
-            step = next(self.steps, None)
-            return None if step is None else (info.id, *step)
-        assert isinstance(self.reader, FilterReader)
+        assert info is not None
         if start.token != self.token:
-            self.token, self.read, self.number = start.token, 0, number
-            self.steps = self.reader.batches(start, lambda index: index == self.number)
-        self.number = number
-        for step in self.steps:
-            self.read += 1
-            if self.read > number:
-                return step
-        return None
-
-
-class HiddenWorker:
-    """A `worker_init_fn` after which `get_worker_info()` is None, so that a dataset reads its whole stream in every worker.
-
-    A dataset that splits itself by `get_worker_info()` would, in `filter` mode, lose what the other workers have.
-    """
-
-    def __init__(self, init: Callable[[int], object] | None):
-        self.init = init
-
-    def __call__(self, worker_id: int) -> None:
-        torch.utils.data._utils.worker._worker_info = None
-        if self.init is not None:
-            self.init(worker_id)
+            self.token, self.steps = start.token, self.batches(start, info.id)
+        step = next(self.steps, None)
+        return None if step is None else (info.id, *step)
 
 
 def filtered_batches(reader: FilterReader, start: StreamStart, pool: WorkerPool | None) -> Pairs:

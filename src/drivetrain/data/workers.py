@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data._utils import signal_handling
+from torch.utils.data._utils import signal_handling, worker
 
 from drivetrain.core.types import Settings, StateDict
 from drivetrain.data.fetch import keys_of
@@ -52,10 +52,13 @@ _scope = _WorkerScope()
 
 
 class WorkerStart:
-    """The first thing a worker calls: from here on only its parent ends it, and its parent's end does."""
+    """The first thing a worker calls: from here on only its parent ends it, and its parent's end does.
 
-    def __init__(self, init: Callable[[int], object] | None):
-        self.init = init
+    With `is_hidden`, `get_worker_info()` is None, so that a dataset reads its whole stream in every worker.
+    """
+
+    def __init__(self, init: Callable[[int], object] | None, is_hidden: bool = False):
+        self.init, self.is_hidden = init, is_hidden
 
     def __call__(self, worker_id: int) -> None:
         for number in STOP_SIGNALS:
@@ -64,6 +67,8 @@ class WorkerStart:
         if hasattr(signal, "pthread_sigmask"):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         end_with_parent()
+        if self.is_hidden:
+            worker._worker_info = None
         if self.init is not None:
             self.init(worker_id)
 
@@ -128,7 +133,7 @@ def end_workers(iterators: Iterable[Any]) -> None:
         for number, is_up in enumerate(iterator._workers_status):
             if is_up or iterator._persistent_workers:
                 iterator._mark_worker_as_unavailable(number, shutdown=True)
-    workers = {worker.sentinel: worker for iterator in iterators for worker in iterator._workers}
+    workers = {process.sentinel: process for iterator in iterators for process in iterator._workers}
     deadline = time.monotonic() + END_SECONDS
     while workers and (left := deadline - time.monotonic()) > 0:
         for sentinel in wait(list(workers), left):
@@ -137,8 +142,8 @@ def end_workers(iterators: Iterable[Any]) -> None:
         if iterator._worker_pids_set:  # else torch raises an error about workers that were killed
             signal_handling._remove_worker_pids(id(iterator))
             iterator._worker_pids_set = False
-    for worker in workers.values():
-        worker.kill()
+    for process in workers.values():
+        process.kill()
     for iterator in iterators:
         iterator._shutdown_workers()
         reference = _running.pop(iterator, None)
@@ -216,8 +221,8 @@ class _JobSampler:
 class WorkerPool:
     """Worker processes that answer jobs; with `persistent_workers` the same ones for every epoch."""
 
-    def __init__(self, side: WorkerSide, options: Settings):
-        self._side, self._options = side, options
+    def __init__(self, side: WorkerSide, options: Settings, is_hidden: bool = False):
+        self._side, self._options, self._is_hidden = side, options, is_hidden
         self._sampler = _JobSampler()
         self._busy = False
         self._inner: DataLoader[object] = DataLoader(
@@ -226,13 +231,14 @@ class WorkerPool:
             sampler=self._sampler,
             collate_fn=_as_it_is,
             generator=torch.Generator(),
-            **{**options, "worker_init_fn": WorkerStart(options["worker_init_fn"])},
+            **{**options, "worker_init_fn": WorkerStart(options["worker_init_fn"], is_hidden)},
         )
 
     def run(self, jobs: Iterator[object], base_seed: int) -> Iterator[tuple[Any, Any]]:
         """Yield each job with its answer, in the order of jobs."""
         if self._busy and self._inner.persistent_workers:  # another iterator is using them
-            yield from WorkerPool(self._side, {**self._options, "persistent_workers": False}).run(jobs, base_seed)
+            options = {**self._options, "persistent_workers": False}
+            yield from WorkerPool(self._side, options, self._is_hidden).run(jobs, base_seed)
             return
         self._busy = True
         iterator = None

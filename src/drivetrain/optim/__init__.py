@@ -24,36 +24,15 @@ _UNITS = {
 
 _SCHEDULES = {
     ".units": [
-        "NoamLr",
-        "Noamlr",
-        "ExponentDecayLr",
-        "ConstantLr",
-        "LinearLr",
-        "CosineLr",
-        "CosineRestartsLr",
-        "PolynomialLr",
-        "StepLr",
-        "MultiStepLr",
-        "WSDLr",
-        "InverseSqrtLr",
-        "OneCycleLr",
-        "LambdaLr",
+        *("NoamLr", "Noamlr", "ExponentDecayLr", "ConstantLr", "LinearLr", "CosineLr", "CosineRestartsLr"),
+        *("PolynomialLr", "StepLr", "MultiStepLr", "WSDLr", "InverseSqrtLr", "OneCycleLr", "LambdaLr"),
     ],
 }
 
 _OPTIMIZERS: dict[str, list[str]] = {
     ".optimizers": [
-        "AdamWScheduleFree",
-        "Cautious",
-        "DecoupledAdamW",
-        "DecoupledSGDW",
-        "Lion",
-        "Lookahead",
-        "MuonHybrid",
-        "SAM",
-        "SAMOptimizer",
-        "SGDScheduleFree",
-        "SOAP",
+        *("AdamWScheduleFree", "Cautious", "DecoupledAdamW", "DecoupledSGDW", "Lion", "Lookahead", "MuonHybrid"),
+        *("SAM", "SAMOptimizer", "SGDScheduleFree", "SOAP"),
     ],
 }
 

@@ -110,7 +110,19 @@ OptimizerMaker = Callable[..., Optimizer]
 
 def find_optimizer(optim_type: object) -> OptimizerMaker:
     """Return the optimizer class of a name (torch.optim, then drivetrain.optim, then a dotted path), or the maker given."""
-    found: Any = _find_by_name(optim_type) if isinstance(optim_type, str) else optim_type
+    found: Any = optim_type
+    if isinstance(optim_type, str):
+        found = getattr(torch.optim, optim_type, None)
+        if found is None:
+            found = getattr(importlib.import_module("drivetrain.optim"), optim_type, None)
+        if found is None and "." in optim_type:
+            found = import_dotted(optim_type, "optim_type")
+        if found is None:
+            names = optimizer_names()
+            raise ConfigError(
+                f"optim_type={optim_type!r}: no optimizer has this name.{did_you_mean(optim_type, names)} Valid: {', '.join(names)}, or a "
+                "dotted path."
+            )
     if not callable(found):
         raise ConfigError(
             f"optim_type={optim_type!r}: expected a name such as 'AdamW', an Optimizer class or a function."
@@ -174,20 +186,6 @@ def check_groups(groups: object) -> list[Settings]:
             )
         as_list("param_groups.match", group["match"])
     return [dict(group) for group in groups]
-
-
-def _find_by_name(name: str) -> object:
-    found = getattr(torch.optim, name, None)
-    if found is None:
-        found = getattr(importlib.import_module("drivetrain.optim"), name, None)
-    if found is None and "." in name:
-        found = import_dotted(name, "optim_type")
-    if found is None:
-        hint = did_you_mean(name, optimizer_names())
-        raise ConfigError(
-            f"optim_type={name!r}: no optimizer has this name.{hint} Valid: {', '.join(optimizer_names())}, or a dotted path."
-        )
-    return found
 
 
 def optimizer_names() -> list[str]:

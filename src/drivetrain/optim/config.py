@@ -72,12 +72,15 @@ def read_units(
 def to_config(optim_set: Mapping[str, OptimScheduler]) -> dict[str, Any]:
     """Return plain values from which `from_config` builds the same set; shared values are written into each unit."""
     known = {cls: f"{file}.{name}" for file, classes in SCHEDULES.items() for name, cls in classes.items()}
-    return {
-        _KEY: {
-            name: {"type": known.get(type(unit)) or _dotted(type(unit)), "conf": _conf(unit)}
-            for name, unit in optim_set.items()
-        }
-    }
+    defaults: StateDict = {"optim_loss": None, "updated_modules": None, "excluded_modules": None, "step_per_update": 1}
+    defaults |= {"accumulate_skipped": False, "param_groups": [], "nonfinite": "skip", "manual": False}
+    units = {}
+    for name, unit in optim_set.items():
+        conf = {"optim_type": _optimizer_name(unit.optim_type), "optim_conf": _plain(unit.optim_conf)}
+        given = {key: getattr(unit, key) for key, default in defaults.items() if getattr(unit, key) != default}
+        conf |= _plain({**given, **unit.given_arguments, **unit.sche_conf})
+        units[name] = {"type": known.get(type(unit)) or _dotted(type(unit)), "conf": conf}
+    return {_KEY: units}
 
 
 def to_yaml(optim_set: Mapping[str, OptimScheduler], path: str | os.PathLike[str] | None = None) -> str:
@@ -191,17 +194,6 @@ def check_shared_names(shared: Mapping[str, object]) -> None:
         if name not in SHARED:
             raise ConfigTypeError(unknown_name("shared argument", name, SHARED))
         check_shared(name, value)
-
-
-def _conf(unit: OptimScheduler) -> dict[str, object]:
-    conf: dict[str, object] = {"optim_type": _optimizer_name(unit.optim_type), "optim_conf": _plain(unit.optim_conf)}
-    defaults: StateDict = {"optim_loss": None, "updated_modules": None, "excluded_modules": None, "step_per_update": 1}
-    defaults |= {"accumulate_skipped": False, "param_groups": [], "nonfinite": "skip", "manual": False}
-    given = {name: getattr(unit, name) for name, default in defaults.items() if getattr(unit, name) != default}
-    conf.update(_plain(given))
-    conf.update(unit.given_arguments)
-    conf.update(_plain(unit.sche_conf))
-    return conf
 
 
 def _optimizer_name(optim_type: object) -> str:

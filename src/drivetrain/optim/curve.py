@@ -117,7 +117,19 @@ class CurveLr(OptimScheduler):
     def settle(self) -> None:
         """Turn length and durations into real steps."""
         has_length = hasattr(self, "total_steps")  # whether the body depends on the length of the run
-        self._total = self._length() if has_length else 0
+        if has_length:
+            given = self._times.get("total_steps")
+            total = self.run_length.total(self.accum_grad)
+            if given is not None:
+                total = real_steps("total_steps", given[0], self.run_length, self.accum_grad)
+            if total is None:
+                raise ConfigError(
+                    f"unit {self.name!r}: {type(self).__name__} needs the length of the run. Give total_steps, or call "
+                    "bind(total_steps=...) with the number of batches."
+                )
+            if total < 1:
+                raise ConfigError(f"total_steps={self.total_steps!r} is {total} steps; a schedule needs at least 1.")
+            self._total = total
         self.steps = {}
         for name, (time, least) in self._times.items():
             if name != "total_steps":
@@ -131,21 +143,6 @@ class CurveLr(OptimScheduler):
     def count_steps(self, name: str, time: Time) -> int:
         """Return a time in real steps; fractions are of the schedule's own length where it has one."""
         return real_steps(name, time, self.run_length, self.accum_grad, self._total or None)
-
-    def _length(self) -> int:
-        if "total_steps" in self._times:
-            total = real_steps("total_steps", self._times["total_steps"][0], self.run_length, self.accum_grad)
-        else:
-            known = self.run_length.total(self.accum_grad)
-            if known is None:
-                raise ConfigError(
-                    f"unit {self.name!r}: {type(self).__name__} needs the length of the run. Give total_steps, or call "
-                    "bind(total_steps=...) with the number of batches."
-                )
-            total = known
-        if total < 1:
-            raise ConfigError(f"total_steps={self.total_steps!r} is {total} steps; a schedule needs at least 1.")
-        return total
 
     def position(self, real_step: int) -> float:
         """Return how much of the body is done at a real step, from 0 to 1."""

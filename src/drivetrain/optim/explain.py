@@ -19,13 +19,17 @@ _HEAD = ("unit", "optimizer", "parameters", "loss", "when", "schedule", "pass")
 def explain_units(optim_set: "OptimSet") -> str:
     """Return one line per unit, the number of backward passes, and each schedule's shape where its length is known."""
     passes = optim_set.passes()
-    rows = [_HEAD]
+    rows: list[tuple[str, ...]] = [_HEAD]
     for name, unit in optim_set.items():
         number = next((str(index + 1) for index, names in enumerate(passes) if name in names), "own")
         parameters = f"{sum(p.numel() for p in unit.params):,} in {len(unit.params)}"
         loss = " + ".join(term if weight == 1 else f"{weight:g}*{term}" for term, weight in unit.loss_terms)
+        every = {1: "every step", 2: "every 2nd step"}.get(unit.step_per_update, f"every {unit.step_per_update}th step")
+        when = "by hand" if unit.manual else every
+        if unit.accum_grad > 1 and not unit.manual:
+            when += f" of {unit.accum_grad} batches"
         schedule = f"{type(unit).__name__}({unit.extra_repr_fn()})"
-        rows.append((name, type(unit.optimizer).__name__, parameters, loss, _when(unit), schedule, number))
+        rows.append((name, type(unit.optimizer).__name__, parameters, loss, when, schedule, number))
     widths = [max(map(len, column)) for column in zip(*rows)]
     rows.insert(1, tuple("-" * width for width in widths))
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
@@ -36,13 +40,6 @@ def explain_units(optim_set: "OptimSet") -> str:
             with suppress(ConfigError):  # a schedule that also needs the epoch has no shape by steps alone
                 lines.append(f"{name}: {sparkline(unit, steps=total)}")
     return "\n".join(lines)
-
-
-def _when(unit: "OptimScheduler") -> str:
-    if unit.manual:
-        return "by hand"
-    every = {1: "every step", 2: "every 2nd step"}.get(unit.step_per_update, f"every {unit.step_per_update}th step")
-    return every if unit.accum_grad == 1 else f"{every} of {unit.accum_grad} batches"
 
 
 def sparkline(rates: "OptimScheduler | Sequence[float]", *, steps: int | None = None, width: int = 60) -> str:

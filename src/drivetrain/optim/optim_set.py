@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.context.moving import move_to_device
-from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import ConfigError, DrivetrainWarning, unknown_name
 from drivetrain.core.types import Settings, StateDict
 from drivetrain.core.yaml import YamlSource, read_yaml
@@ -111,7 +110,8 @@ class OptimSet(Mapping[str, OptimScheduler]):
         `step_num` counts batches from 1, `epoch_num` epochs from 1; `last` marks the last batch of an epoch, with which
         windows end. The same number twice is the same batch.
         """
-        check_count("step_num", step_num, hint="; batches are counted from 1")
+        if type(step_num) is not int or step_num < 1:
+            raise ConfigError(f"step_num={step_num!r}: batches are counted from 1.")
         self._counts_batches_itself = False
         if step_num == self._batch and self._plan is not None:
             return self._plan

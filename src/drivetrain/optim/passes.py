@@ -60,8 +60,14 @@ def pick_loss(losses: Losses, terms: Terms, unit: str) -> Tensor:
     total: Tensor | None = None
     for name, weight in terms:
         value = losses.get(name)
+        if name not in losses:
+            given = f"{did_you_mean(name, losses)} Losses given: {', '.join(map(str, losses)) or 'none'}."
+            raise BatchOutputError(f"unit {unit!r} follows the loss {name!r}, which was not returned.{given}")
         if not isinstance(value, Tensor) or value.numel() != 1:
-            raise _bad_loss(losses, name, unit)
+            what = (
+                f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            )
+            raise ConfigError(f"unit {unit!r}: the loss {name!r} is {what}; expected a tensor with one element.")
         term = value if weight == 1.0 else value * weight
         total = term if total is None else total + term
     assert total is not None
@@ -71,15 +77,6 @@ def pick_loss(losses: Losses, terms: Terms, unit: str) -> Tensor:
             f"unit {unit!r}: the loss {shown} has no gradient. It was computed under no_grad, detached, or from frozen parameters only."
         )
     return total if total.ndim == 0 else total.squeeze()
-
-
-def _bad_loss(losses: Mapping[str, object], name: str, unit: str) -> Exception:
-    if name not in losses:
-        given = f"{did_you_mean(name, losses)} Losses given: {', '.join(map(str, losses)) or 'none'}."
-        return BatchOutputError(f"unit {unit!r} follows the loss {name!r}, which was not returned.{given}")
-    value = losses[name]
-    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    return ConfigError(f"unit {unit!r}: the loss {name!r} is {what}; expected a tensor with one element.")
 
 
 Weight = float | Tensor | None
@@ -224,7 +221,13 @@ def finish_units(units: Sequence["OptimScheduler"]) -> None:
 
 def update_units(units: Sequence["OptimScheduler"], logger: logging.Logger = _log) -> list[bool]:
     """Clip, test and step these units; return which of them changed their parameters, as far as the host knows."""
-    finite = _verdicts(units, [_measure_and_clip(unit) for unit in units])
+    for unit in units:
+        unit.last_grad_norm = None
+        if unit.grad_clip is not None or unit.is_tested:
+            unit.last_grad_norm = norm = grad_norm(unit.params, unit.grad_norm_type, device=unit.params[0].device)
+            if unit.grad_clip is not None:
+                scale_to_norm(unit.params, unit.grad_clip, norm)
+    finite = _verdicts(units)
     stepped = [_step(unit, verdict, logger) for unit, verdict in zip(units, finite)]
     update_scalers(units)
     return stepped
@@ -236,26 +239,15 @@ def update_scalers(units: Sequence["OptimScheduler"]) -> None:
         scaler.update()
 
 
-def _measure_and_clip(unit: "OptimScheduler") -> Tensor | None:
-    """Clip a unit's own gradients and return their norm before clipping, None where nothing needs it."""
-    if unit.grad_clip is None and not unit.is_tested:
-        unit.last_grad_norm = None
-        return None
-    unit.last_grad_norm = norm = grad_norm(unit.params, unit.grad_norm_type, device=unit.params[0].device)
-    if unit.grad_clip is not None:
-        scale_to_norm(unit.params, unit.grad_clip, norm)
-    return norm
-
-
-def _verdicts(units: Sequence["OptimScheduler"], norms: Sequence[Tensor | None]) -> list[bool | Tensor]:
+def _verdicts(units: Sequence["OptimScheduler"]) -> list[bool | Tensor]:
     """Return for each unit whether its gradients are finite on all ranks; for fused optimizers a device flag, set where they are not.
 
     The units of a model exchange their flags at once, and the host waits once for all that it reads.
     """
     flags = {
-        index: nonfinite_flag([norm])
-        for index, (unit, norm) in enumerate(zip(units, norms))
-        if norm is not None and unit.is_tested
+        index: nonfinite_flag([unit.last_grad_norm])
+        for index, unit in enumerate(units)
+        if unit.last_grad_norm is not None and unit.is_tested
     }
     for sync in {units[index].sync: None for index in flags if units[index].window.world > 1}:
         own = [index for index in flags if units[index].sync is sync]

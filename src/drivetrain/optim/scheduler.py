@@ -252,7 +252,8 @@ class OptimScheduler(ABC):
 
     def _enter(self, step_num: int, epoch_num: int | None) -> None:
         """Take a batch by its number: windows run on over epochs."""
-        check_count("step_num", step_num, hint="; batches are counted from 1")
+        if type(step_num) is not int or step_num < 1:
+            raise ConfigError(f"step_num={step_num!r}: batches are counted from 1.")
         if step_num == self.batch:
             return
         window, position = divmod(step_num - 1, self.accum_grad)

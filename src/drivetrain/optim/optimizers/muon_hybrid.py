@@ -210,7 +210,13 @@ class MuonHybrid(Optimizer):
         for is_muon, own in self._sides(members, param_group.get("muon"), options):
             if own:
                 super().add_param_group({"params": own, "muon": is_muon, **options})
-                _keep_own_settings(self.param_groups[-1])
+                # Keep what this side reads, under the names that schedulers and torch know.
+                group = self.param_groups[-1]
+                if not is_muon:
+                    group["lr"], group["weight_decay"] = group["adam_lr"], group["adam_weight_decay"]
+                    group["betas"], group["eps"] = group["adam_betas"], group["adam_eps"]
+                for name in (*_ADAM_ONLY, *(("fused",) if is_muon else _MUON_ONLY)):
+                    del group[name]
 
     def _sides(self, members: list[Member], muon: bool | None, options: ParamGroup) -> list[tuple[bool, list[Member]]]:
         if muon is not None:
@@ -298,19 +304,6 @@ class MuonHybrid(Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-
-
-def _keep_own_settings(group: ParamGroup) -> None:
-    """Leave in a group what its side reads, under the names that schedulers and torch know."""
-    if group["muon"]:
-        del group["fused"]
-    else:
-        group["lr"], group["weight_decay"] = group["adam_lr"], group["adam_weight_decay"]
-        group["betas"], group["eps"] = group["adam_betas"], group["adam_eps"]
-        for name in _MUON_ONLY:
-            del group[name]
-    for name in _ADAM_ONLY:
-        del group[name]
 
 
 def _whole_matrix(update: Tensor, like: Tensor) -> Tensor:

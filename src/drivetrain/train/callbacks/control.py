@@ -14,6 +14,8 @@ from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.core.plugin import Logger
 from drivetrain.runtime.ranks import is_distributed, num_data_ranks
 from drivetrain.train.callbacks.base import TrainerCallback
+from drivetrain.train.callbacks.progress import LogMetricsCallback, PrintProgressCallback, ProgressBarCallback
+from drivetrain.train.callbacks.stopping import TerminateOnNaNCallback
 from drivetrain.train.loaders import DataLoaderSlice, limit_from_environment, map_loaders
 
 if TYPE_CHECKING:
@@ -169,6 +171,14 @@ def with_limit_from_environment(callbacks: Iterable[object]) -> tuple[object, ..
     has_own = any(isinstance(one, LimitBatchesCallback) or one is LimitBatchesCallback for one in callbacks)
     return callbacks if limit is None or has_own else (LimitBatchesCallback(limit), *callbacks)
 
+
+def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallback], ...]:
+    """Return the default callbacks of a Trainer, with or without the progress bar."""
+    bar = (ProgressBarCallback,) if progress_bar else ()
+    return (MoveModulesToDeviceCallback, TerminateOnNaNCallback, PrintProgressCallback, *bar, LogMetricsCallback)
+
+
+DEFAULT_CALLBACKS = get_default_callbacks()
 
 WARM_UP = 3  # the first steps allocate and initialise, which waits
 

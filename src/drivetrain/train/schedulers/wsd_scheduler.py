@@ -49,7 +49,19 @@ class WSDLrScheduler(StatefulSchedulerBase):
         require_numbers(given, "lr_min", at_least=0, at_most=1, hint=", a fraction of the base rate")
         for name in ("use_inverse_sqrt_decay", "is_continuation_from_checkpoint"):
             require(isinstance(given[name], bool), f"{name}={given[name]!r}: expected True or False.")
-        self.total_steps = _count_steps(num_epochs, num_update_steps_per_epoch, total_steps)
+        epochs = f"num_epochs={num_epochs}, num_update_steps_per_epoch={num_update_steps_per_epoch}"
+        length = (num_epochs, num_update_steps_per_epoch)
+        if total_steps is not None and length != (None, None):
+            raise ConfigError(
+                f"{epochs}, total_steps={total_steps}: the length is set twice. Pass total_steps alone, or the other two without it."
+            )
+        if total_steps is None:
+            if num_epochs is None or num_update_steps_per_epoch is None:
+                raise ConfigError(
+                    f"{epochs}, total_steps=None: the length is missing. Pass total_steps, or num_epochs with num_update_steps_per_epoch."
+                )
+            total_steps = num_epochs * num_update_steps_per_epoch
+        self.total_steps = total_steps
         self.num_warmup_steps = int(0.01 * self.total_steps) if num_warmup_steps is None else num_warmup_steps
         self.decay_phase_ratio = decay_phase_ratio
         self.lr_min = lr_min  # a fraction of the base rate
@@ -178,17 +190,3 @@ def estimate_checkpoint_steps(total_steps: int, num_checkpoints: int) -> list[in
     [50000, 100000, 200000]
     """
     return [total_steps // 2 ** (num_checkpoints - 1 - index) for index in range(num_checkpoints)]
-
-
-def _count_steps(num_epochs: int | None, num_update_steps_per_epoch: int | None, total_steps: int | None) -> int:
-    epochs = f"num_epochs={num_epochs}, num_update_steps_per_epoch={num_update_steps_per_epoch}"
-    given = f"{epochs}, total_steps={total_steps}"
-    if total_steps is not None:
-        if num_epochs is not None or num_update_steps_per_epoch is not None:
-            raise ConfigError(f"{given}: the length is set twice. Pass total_steps alone, or the other two without it.")
-        return total_steps
-    if num_epochs is None or num_update_steps_per_epoch is None:
-        raise ConfigError(
-            f"{given}: the length is missing. Pass total_steps, or num_epochs with num_update_steps_per_epoch."
-        )
-    return num_epochs * num_update_steps_per_epoch
