@@ -202,9 +202,6 @@ class ColumnSamples:
     def __init__(self, columns: Columns):
         self.columns = columns
 
-    def __len__(self) -> int:
-        return self.columns.length
-
     def __getitem__(self, index: int) -> object:
         return _map_leaves(lambda leaf: leaf[index], self.columns.tree)
 

@@ -111,12 +111,10 @@ class _Unpacked(io.RawIOBase):
         return self._stream.read(size)
 
     def seek(self, position: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a position within the limit."""
         self._check(position)
         return self._stream.seek(position, whence)
 
     def tell(self) -> int:
-        """Return the position."""
         return self._stream.tell()
 
     def _check(self, position: int) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling, worker
 
-from drivetrain.core.types import Settings, StateDict
+from drivetrain.core.types import Settings
 from drivetrain.data.fetch import keys_of
 from drivetrain.data.order import BatchInfo
 from drivetrain.runtime.environment import end_with_parent
@@ -188,12 +188,6 @@ class WorkerSide(Dataset[object]):
 
     def __setattr__(self, name: str, value: object) -> None:
         setattr(self.__dict__["dataset"], name, value)
-
-    def __getstate__(self) -> StateDict:
-        return dict(self.__dict__)
-
-    def __setstate__(self, state: StateDict) -> None:
-        self.__dict__.update(state)
 
 
 def fetch_jobs(infos: Iterator[BatchInfo], seed: int) -> Iterator[tuple[BatchInfo, int]]:

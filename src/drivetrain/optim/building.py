@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -83,10 +83,7 @@ def unknown_module(entry: str, names: Sequence[str], where: str) -> str:
 
 
 def own_parameters(
-    model: nn.Module,
-    updated: list[str] | None,
-    excluded: list[str] | None,
-    taken: Mapping[int, str],
+    model: nn.Module, updated: list[str] | None, excluded: list[str] | None, taken: Mapping[int, str]
 ) -> dict[str, nn.Parameter]:
     """Return a unit's parameters by name, each once, in model order; `taken` holds what other units own, for `_rest_`."""
     named = all_names(model)
@@ -254,13 +251,10 @@ def _named_groups(
     return [{"params": list(own.items() if with_names else own.values()), **options} for own, options in made]
 
 
-class Default:
+class Default(NamedTuple):
     """The value of an argument that was not given; shows as that value."""
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: object):
-        self.value = value
+    value: object
 
     def __repr__(self) -> str:
         return repr(self.value)

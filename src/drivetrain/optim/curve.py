@@ -153,7 +153,6 @@ class CurveLr(OptimScheduler):
         return real_step - max(self._w, 1)
 
     def update_lr(self, real_step: int, epoch_num: int | None = None) -> float:
-        """Return the rate of a real step."""
         if real_step < self._w:
             return self.base_lrs[0] * warm_up(real_step / self._w, self.warmup_start, self.warmup)
         return self.base_lrs[0] * self.lifted(self.factor(real_step, epoch_num))

@@ -403,9 +403,8 @@ class OptimSet(Mapping[str, OptimScheduler]):
 
     def _reducer_applies(self, passes: list[Pass]) -> bool:
         """Return whether DDP's reducer can do the averaging: one pass, all trainable parameters, all its units due."""
-        if len(passes) != 1 or len(self._syncs()) != 1:
-            return False
-        return passes[0].covers_everything() and all(unit.is_due for unit in passes[0].units)
+        is_one = len(passes) == 1 and len(self._syncs()) == 1
+        return is_one and passes[0].covers_everything() and all(unit.is_due for unit in passes[0].units)
 
     def _warn_of_orphans(self, taken: Mapping[int, str]) -> None:
         named = [pair for sync in self._syncs() for pair in all_names(sync.model)]

@@ -28,7 +28,6 @@ class PlainLr(OptimScheduler):
         """Take no arguments."""
 
     def update_lr(self, real_step: int, epoch_num: int | None = None) -> float:
-        """Return the rate the optimizer has."""
         return self.get_lr()
 
     def _set_rates(self, epoch_num: int | None) -> None:
@@ -117,7 +116,6 @@ class SetStepper(Stepper):
         self._weight: Count = 1.0  # of the current batch, relative to the first one of the run
 
     def prepare(self, *, is_split: bool = False, is_exchanged: bool = False, tests: bool = True) -> None:
-        """Decide what can be decided once, when optimizer and model are final."""
         has_long_units = any(unit.accum_grad > 1 for unit in self.optimizer.values())
         super().prepare(is_split=is_split or has_long_units, is_exchanged=is_exchanged, tests=tests)
         self.is_simple = False
@@ -128,11 +126,9 @@ class SetStepper(Stepper):
 
     @property
     def parameters(self) -> list[Tensor]:
-        """What the next step updates."""
         return [p for unit in self.optimizer.due for p in unit.params]
 
     def begin(self, last: bool) -> None:
-        """Take the next batch into the windows of all units."""
         self.window.begin(last)
         plan = self.optimizer.begin_batch(self._clock.batch + 1, self._clock.epoch + 1, last=last)
         self.window.closes, self.synchronises = plan.closes, plan.ddp_sync
@@ -171,16 +167,13 @@ class SetStepper(Stepper):
         self.optimizer.backward({**(losses or {}), "loss": loss}, weight=self._weight)
 
     def finish(self) -> None:
-        """Complete the gradients of the units whose windows close."""
         self.optimizer.finish_gradients()
 
     def step(self, closure: Callable[[], object] | None = None) -> None:
-        """Step the units whose windows close."""
         self.was_skipped = False
         self.optimizer.step(closure)
 
     def leave_out(self) -> None:
-        """End the windows that close without updating anything."""
         self.was_skipped = True
         self.optimizer.leave_out()
 

@@ -30,23 +30,19 @@ class NoamLr(CurveLr):
     )
 
     def check(self) -> None:
-        """Reject a warm-up of nothing."""
         super().check()
         if not self._times["warmup_steps"][0].value:
             check_count("warmup_steps", self.warmup_steps)
 
     def settle(self) -> None:
-        """Count the warm-up in real steps."""
         super().settle()
         self._w = max(1, self.steps["warmup_steps"])
         self._init = self.base_lrs[0] * self._w**0.5 if self.d_model is None else self.d_model**-0.5
 
     def update_lr(self, real_step: int, epoch_num: int | None = None) -> float:
-        """Return the rate of a real step."""
         return self._init * schedules.noam(real_step, self._w)
 
     def extra_repr_fn(self) -> str:
-        """Show both arguments."""
         return f"d_model={self.d_model}, warmup_steps={self.warmup_steps}"
 
 
@@ -62,14 +58,12 @@ class ExponentDecayLr(CurveLr):
     sche_init = takes(number("decay_factor", 0.999), choice("per", "epoch", ("epoch", "step")))
 
     def update_lr(self, real_step: int, epoch_num: int | None = None) -> float:
-        """Return the rate of an epoch or real step."""
         number = real_step if self.per == "step" else epoch_num
         if number is None:
             raise ConfigError(f"unit {self.name!r} decays per epoch: pass epoch_num (from 1), or set per='step'.")
         return self.base_lrs[0] * schedules.exponential(number - 1, self.decay_factor)
 
     def extra_repr_fn(self) -> str:
-        """Show both arguments."""
         return f"decay_factor={self.decay_factor}, per={self.per!r}"
 
 
@@ -113,7 +107,6 @@ class CosineRestartsLr(CurveLr):
     sche_init = takes(duration("first_cycle", least_steps=1), number("cycle_mult", 1.0), *WARMUP)
 
     def check(self) -> None:
-        """Reject cycles that become shorter."""
         super().check()
         if self.cycle_mult < 1:
             raise ConfigError(f"cycle_mult={self.cycle_mult}: cycles must not get shorter; expected at least 1.")
@@ -162,7 +155,6 @@ class MultiStepLr(CurveLr):
     sche_init = takes(Argument("milestones", REQUIRED, _check_milestones), number("gamma", 0.1), *WARMUP)
 
     def settle(self) -> None:
-        """Turn the milestones into real steps too."""
         super().settle()
         times = [check_duration("milestones", milestone) for milestone in self.milestones]
         self._milestone_steps = [self.count_steps("milestones", time) for time in times]
@@ -184,13 +176,11 @@ class WSDLr(CurveLr):
     )
 
     def check(self) -> None:
-        """Reject an inverse decay to zero."""
         super().check()
         if self.decay == "inverse" and not self._floor > 0:
             raise ConfigError("decay='inverse' never reaches zero: give min_lr or min_lr_ratio above 0.")
 
     def settle(self) -> None:
-        """Check that the decay fits too."""
         super().settle()
         self._decay = self.steps["decay_steps"]
         if self._w + self._decay > self._total:
@@ -235,7 +225,6 @@ class OneCycleLr(CurveLr):
     )
 
     def settle(self) -> None:
-        """Find the peak."""
         super().settle()
         self._peak, self._end = self.pct_start * self._total - 1, self._total - 1
         if self._peak > self._end:

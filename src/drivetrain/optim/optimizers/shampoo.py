@@ -16,14 +16,7 @@ from drivetrain.core.arguments import check_counts, check_numbers
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import StateDict
 from drivetrain.module.distributed_tensors import is_dtensor
-from drivetrain.optim.optimizers.stepping import (
-    Closure,
-    ParamGroup,
-    check_betas,
-    check_rates,
-    evaluate,
-    with_gradients,
-)
+from drivetrain.optim.optimizers.stepping import Closure, ParamGroup, check_betas, check_rates, evaluate, with_gradients
 
 _SIDES = ("left", "right")
 

@@ -47,11 +47,9 @@ class WrappedOptimizer(Optimizer):
         super().__setstate__({})  # hooks and profiling; the constructor would make groups of its own
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Give a group to the optimizer inside."""
         self.base_optimizer.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients."""
         self.base_optimizer.zero_grad(set_to_none)
 
     @property

@@ -113,7 +113,6 @@ class LimitEvalStepsCallback(TrainerCallback):
     on_evaluation_run_start = on_training_run_start
 
     def on_eval_epoch_start(self, trainer: "Trainer", is_intermediate: bool = False, **kwargs: object) -> None:
-        """Set the limit for this evaluation."""
         if is_intermediate or not self.limit_intermediate_only:
             self._set_size(self.num_eval_steps // num_data_ranks())
 
@@ -153,7 +152,6 @@ class LimitBatchesCallback(TrainerCallback):
     on_training_run_start = on_loaders_made  # of a trainer that makes loaders without announcing them
 
     def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Limit the loader of an evaluation outside training."""
         trainer.run.data.evaluation = self._cut(trainer.run.data.evaluation)
 
     def _cut(self, loaders: object) -> object:
@@ -196,7 +194,6 @@ class StrictSteps(TrainerCallback):
     """Raises for a host synchronization inside a step, and for a trainable parameter without a gradient in the first window."""
 
     def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Reset for a new run."""
         self._steps_seen, self._first_window = 0, True
 
     def batch_start(self, state: State, logger: Logger) -> None:

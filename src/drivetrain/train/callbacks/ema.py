@@ -204,7 +204,6 @@ class ModelEmaCallback(SaveBestModelCallback):
     on_exception = on_training_run_end
 
     def state_dict(self) -> StateDict:
-        """Return the best value and the average itself."""
         average = None if self.ema_model is None else self.ema_model.state_dict()
         return {**super().state_dict(), "average": average}
 

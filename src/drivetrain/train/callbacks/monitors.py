@@ -69,7 +69,6 @@ class ThroughputMonitor(TrainerCallback):
         self._seconds = self._since = 0.0
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Look up the device."""
         self._flops = None if isinstance(self.flops_per_sample, str) else self.flops_per_sample
         self._peak = None if isinstance(self.peak_flops, str) else self.peak_flops
         if self._peak is None and torch.device(state.device).type == "cuda":
@@ -78,7 +77,6 @@ class ThroughputMonitor(TrainerCallback):
         self._restart(state)
 
     def epoch_start(self, state: State, logger: Logger) -> None:
-        """Start the clock."""
         self._since = time.perf_counter()
 
     eval_end = epoch_start
@@ -102,7 +100,6 @@ class ThroughputMonitor(TrainerCallback):
             self._log(state, logger)
 
     def eval_start(self, state: State, logger: Logger) -> None:
-        """Stop the clock."""
         self._seconds += time.perf_counter() - self._since
 
     def epoch_end(self, state: State, logger: Logger) -> None:
@@ -152,7 +149,6 @@ class _IntervalMonitor(TrainerCallback):
         self._interval.reset(state.clock)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Log when it is due."""
         if self._interval.due(state.clock):
             logger.log_metrics(self.measure(state))
 
@@ -167,7 +163,6 @@ class MemoryMonitor(_IntervalMonitor):
     """Logs the peak and the reserved memory of the device in GiB, and the peak of the process itself on a CPU."""
 
     def measure(self, state: State) -> dict[str, float]:
-        """Return the memory in use."""
         device = torch.device(state.device)
         if device.type != "cuda":
             import resource
@@ -185,7 +180,6 @@ class LRMonitor(_IntervalMonitor):
     """Logs the learning rate of every parameter group, and of every unit of an `OptimSet`."""
 
     def measure(self, state: State) -> dict[str, float | Tensor]:
-        """Return the rates."""
         return learning_rates(state.optimizers)
 
 

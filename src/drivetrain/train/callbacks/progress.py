@@ -65,14 +65,12 @@ class ProgressBarCallback(TrainerCallback):
         self._show(phase)
 
     def on_train_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """End a training epoch."""
         if self._phases:
             phase, clock = self._phases[-1], trainer.state.clock
             phase.done, phase.samples = clock.batch - self._epoch_began, clock.sample
             self._end(phase)
 
     def on_eval_epoch_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Begin an evaluation."""
         state = trainer.state
         name = "evaluation" if state.dataloader_label == "eval" else f"evaluation on {state.dataloader_label}"
         self._begin(trainer, _Phase(name, length(state.dataloader), 0, 0, trains=False))
@@ -89,7 +87,6 @@ class ProgressBarCallback(TrainerCallback):
             self._show(phase)
 
     def on_eval_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """End an evaluation."""
         if self._phases:
             self._end(self._phases[-1])
 
@@ -220,7 +217,6 @@ class _BarDisplay(_Display):
         self._progress.start()
 
     def begin(self, phase: _Phase) -> None:
-        """Add a bar."""
         self._tasks[id(phase)] = self._progress.add_task(
             phase.name, total=phase.total, completed=phase.done, times="", figures=""
         )
@@ -239,7 +235,6 @@ class _BarDisplay(_Display):
                 self._progress.remove_task(task)
 
     def close(self) -> None:
-        """Restore the terminal."""
         self._progress.stop()
 
 
@@ -280,7 +275,6 @@ class LogMetricsCallback(TrainerCallback):
     _recorded_before: Mapping[str, int] = {}
 
     def on_train_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Print the metrics whose names begin with `train`."""
         self._log(trainer, [name for name in trainer.run_history.get_metric_names() if name.startswith("train")])
 
     def on_eval_epoch_start(self, trainer: "Trainer", **kwargs: object) -> None:

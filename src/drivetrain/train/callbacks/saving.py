@@ -88,7 +88,6 @@ class SaveBestModelCallback(TrainerCallback):
         )
 
     def on_training_run_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Load the best model."""
         if not self.load_saved_checkpoint or self.best_metric is None or not trainer.writes_files:
             return
         if agree_any(not Path(self.save_path).exists()):  # loading needs all ranks
@@ -105,12 +104,10 @@ class SaveBestModelCallback(TrainerCallback):
         trainer.load_checkpoint(self.save_path)
 
     def state_dict(self) -> StateDict:
-        """Return the best value, its epoch and its step."""
         best = {"best_metric_epoch": self.best_metric_epoch, "best_metric_step": self.best_metric_step}
         return {"watch": self._watch.state_dict(), **best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._watch.load_state_dict(state["watch"])
         self.best_metric_epoch = state["best_metric_epoch"]
         self.best_metric_step = state.get("best_metric_step")
@@ -140,7 +137,7 @@ class SaveTrainingStateCallback(TrainerCallback):
                 DrivetrainWarning,
                 stacklevel=3,
             )
-        self._saved_checkpoints: list[Path] = []
+        self.save_dir, self._saved_checkpoints = Path(self.save_dir), list[Path]()
 
     def on_train_step_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Remove states that the last save has replaced."""
@@ -163,7 +160,6 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._remove_old(trainer)
 
     def on_training_run_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Save the end of the run."""
         if self.save_at_end:
             trainer.save_training_state(Path(self.save_dir) / "final")
         self._remove_old(trainer)
@@ -173,7 +169,6 @@ class SaveTrainingStateCallback(TrainerCallback):
         return {"saved": [str(path) for path in self._saved_checkpoints]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the list."""
         self._saved_checkpoints = [Path(path) for path in state["saved"]]
 
     def _save(self, trainer: "Trainer", name: str) -> None:

@@ -95,11 +95,9 @@ class EarlyStoppingCallback(TrainerCallback):
             )
 
     def state_dict(self) -> StateDict:
-        """Return the best value and the count."""
         return {"watch": self._watch.state_dict(), "counter": self.early_stopping_patience_counter}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore both."""
         self._watch.load_state_dict(state["watch"])
         self.early_stopping_patience_counter = state["counter"]
 
@@ -123,11 +121,9 @@ class TerminateOnNaNCallback(TrainerCallback):
     on_evaluation_run_start = on_training_run_start
 
     def after_loss(self, state: State, logger: Logger) -> None:
-        """Test the training loss."""
         self.check_for_nan_after_batch({"loss": state.loss}, step="training")
 
     def on_eval_step_end(self, trainer: "Trainer", batch: object, batch_output: BatchOutput, **kwargs: object) -> None:
-        """Test the loss of an evaluation batch."""
         self._trainer = trainer
         self.check_for_nan_after_batch(batch_output, step="validation")
 
@@ -253,7 +249,6 @@ class LossSpike(TrainerCallback):
         return {"losses": list(self.losses)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the losses."""
         self.losses = deque(state["losses"], maxlen=self.window)
         self._limit = self._find_limit()
 

@@ -78,7 +78,6 @@ class CosineLrScheduler(StatefulSchedulerBase):
         self.step_update(0)
 
     def get_updated_values(self, num_updates: int) -> list[float]:
-        """Return the rate of every group after this many updates."""
         return [self._rate(base, num_updates) for base in self.base_lr_values]
 
     def _rate(self, base: float, num_updates: int) -> float:
@@ -109,5 +108,4 @@ class CosineLrScheduler(StatefulSchedulerBase):
         return partial(arguments.pop("cls"), **arguments)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore the curve and the count."""
         super().load_state_dict({name: state_dict[name] for name in self.saved})

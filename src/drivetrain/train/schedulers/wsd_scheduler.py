@@ -131,7 +131,6 @@ class WSDLrScheduler(StatefulSchedulerBase):
         return next((period for period in periods if num_updates < period["period_end"]), periods[-1])
 
     def get_updated_values(self, num_updates: int) -> list[float]:
-        """Return the rate of every group after this many updates."""
         if not self.is_continuation_from_checkpoint and num_updates < self.num_warmup_steps:
             start, done = self.warmup_starting_lr, num_updates / self.num_warmup_steps
             return [between(base, start, done) for base in self.base_lr_values]
