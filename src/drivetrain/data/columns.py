@@ -65,11 +65,6 @@ class Columns:
             return select, _compile(self.tree, _copy_range_pinned if pinned else _copy_range)
         return lambda rows: select(subset.index_select(0, rows)), lambda rows: select(subset[rows.start : rows.stop])
 
-    def cast(self, dtype: torch.dtype) -> "Columns":
-        """Return the data with floating-point tensors as `dtype`."""
-        tree = _map_leaves(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, self.tree)
-        return Columns(tree, self.length, self.subset)
-
     def to(self, device: torch.device) -> "Columns":
         """Return the rows that are used as tensors on `device`."""
         subset = self.subset
@@ -250,7 +245,8 @@ def make_resident(
     target = choose_device(device)
     columns = loader.columns
     if columns is not None and dtype is not None:
-        columns = columns.cast(dtype)
+        tree = _map_leaves(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, columns.tree)
+        columns = Columns(tree, columns.length, columns.subset)
     placed = resident_columns(columns, target, True, max_fraction)
     assert placed is not None
     loader.place(placed, placed.device)

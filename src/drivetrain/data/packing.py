@@ -61,10 +61,10 @@ def pack_lengths(lengths: Sequence[int], max_length: int, strategy: PackingStrat
             open_bins.append((max_length, len(bins) - 1))
         room, number = open_bins.pop(at)
         bins[number].append(index)
-        if strategy == "best_fit":
-            at = bisect.bisect_left(open_bins, (room - length, number))
-        if room > length:
+        if strategy == "first_fit":
             open_bins.insert(at, (room - length, number))
+        elif room > length:
+            bisect.insort(open_bins, (room - length, number))
     return [sorted(members) for members in bins]
 
 

@@ -54,7 +54,14 @@ def select(named: Sequence[tuple[str, nn.Parameter]], entries: Iterable[str], wh
     for entry in entries:
         found = {id(p): p for name, p in named if names_parameter(entry, name)}
         if not found:
-            raise ConfigError(unknown_module(entry, [name for name, _ in named], where))
+            names = [name for name, _ in named]
+            modules = {name[:at] for name in names for at, mark in enumerate(name) if mark == "."}
+            near = nearest_name(entry, sorted({*modules, *names}, key=lambda name: (name.count("."), name)))
+            hint = f" Nearest: {near!r}." if near else ""
+            first_level = ", ".join(dict.fromkeys(name.split(".")[0] for name in names))
+            raise ConfigError(
+                f"{where}: {entry!r} is not a module or parameter of the model.{hint} First level: {first_level}."
+            )
         chosen |= found
     return chosen
 
@@ -71,15 +78,6 @@ def names_parameter(entry: str, name: str) -> bool:
         return False
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[:length]), entry) for length in range(1, len(parts) + 1))
-
-
-def unknown_module(entry: str, names: Sequence[str], where: str) -> str:
-    """Return a message that nothing in the model is called like the entry, with the nearest name."""
-    modules = {".".join(name.split(".")[:length]) for name in names for length in range(1, name.count(".") + 1)}
-    first_level = list(dict.fromkeys(name.split(".")[0] for name in names))
-    near = nearest_name(entry, sorted({*modules, *names}, key=lambda name: (name.count("."), name)))
-    hint = f" Nearest: {near!r}." if near else ""
-    return f"{where}: {entry!r} is not a module or parameter of the model.{hint} First level: {', '.join(first_level)}."
 
 
 def own_parameters(

@@ -17,6 +17,7 @@ from drivetrain.core.plugin import Logger
 from drivetrain.core.time import Interval, ensure_time
 from drivetrain.module.wrapping import wrapping_of
 from drivetrain.runtime.ranks import get_num_processes
+from drivetrain.strategy.device_spec import preset_named_like
 from drivetrain.train.callbacks.base import TrainerCallback
 
 if TYPE_CHECKING:
@@ -27,22 +28,6 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 _COMPILED = ("OptimizedModule", "module.compile()")  # how `wrapping_of` calls the two ways to compile
-
-# Dense bfloat16 peak in FLOP/s by a part of the device's name, the more particular name first; from the makers' data
-# sheets.
-_PEAK_FLOPS = {
-    "B200": 2.25e15,
-    "H200": 9.89e14,
-    "H100 PCIe": 7.56e14,
-    "H100": 9.89e14,
-    "A100": 3.12e14,
-    "A10": 1.25e14,
-    "L40S": 3.62e14,
-    "L4": 1.21e14,
-    "RTX 4090": 1.65e14,
-    "V100": 1.25e14,
-    "T4": 6.5e13,
-}
 
 
 class ThroughputMonitor(TrainerCallback):
@@ -72,8 +57,8 @@ class ThroughputMonitor(TrainerCallback):
         self._flops = None if isinstance(self.flops_per_sample, str) else self.flops_per_sample
         self._peak = None if isinstance(self.peak_flops, str) else self.peak_flops
         if self._peak is None and torch.device(state.device).type == "cuda":
-            name = torch.cuda.get_device_name(state.device)
-            self._peak = next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
+            spec = preset_named_like(torch.cuda.get_device_name(state.device))
+            self._peak = None if spec is None else spec.flops
         self._restart(state)
 
     def epoch_start(self, state: State, logger: Logger) -> None:

@@ -144,10 +144,8 @@ class ProgressBarCallback(TrainerCallback):
 
     def _figures(self, phase: "_Phase") -> str:
         """Return loss, learning rate and speed as a short text."""
-        figures = []
         loss = self._measures.tracker.latest_known
-        if loss is not None:
-            figures.append(f"loss {loss:.4g}")
+        figures = [] if loss is None else [f"loss {loss:.4g}"]
         groups = getattr(self._optimizers[0], "param_groups", None) if self._optimizers and phase.trains else None
         rate = groups[0].get("lr") if groups else None
         is_on_device = isinstance(rate, Tensor) and rate.device.type != "cpu"  # reading it would make the host wait
