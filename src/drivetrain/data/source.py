@@ -47,11 +47,6 @@ def check_arguments(dataset: object, own: Mapping[str, object], given: Mapping[s
     for name in given:
         if name not in TORCH_NAMES:
             raise ParameterError(unknown_name("argument", name, TORCH_NAMES + OWN_NAMES, where="SmartDataLoader"))
-    _check_values(own, given)
-    _check_combinations(dataset, own, given)
-
-
-def _check_values(own: Mapping[str, object], given: Mapping[str, object]) -> None:
     if own["shuffle"] not in (True, False, None) or type(own["shuffle"]) is int:
         raise ParameterError(
             f"shuffle={own['shuffle']!r}: expected True or False. The second argument is shuffle; the batch size is a keyword: "
@@ -74,6 +69,7 @@ def _check_values(own: Mapping[str, object], given: Mapping[str, object]) -> Non
     for name, value in sizes.items():
         if value is not None:
             check_count(name, value, at_least=1, error=ParameterError)
+    _check_combinations(dataset, own, given)
 
 
 def _check_combinations(dataset: object, own: Mapping[str, object], given: Mapping[str, object]) -> None:

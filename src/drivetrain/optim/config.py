@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain.core.errors import ConfigError, ConfigTypeError, did_you_mean, nearest_name, unknown_name
+from drivetrain.core.errors import ConfigError, did_you_mean, nearest_name
 from drivetrain.core.time import Time
 from drivetrain.core.types import StateDict
 from drivetrain.core.yaml import YamlFile, dump_yaml
@@ -60,7 +60,6 @@ def read_units(
     `shared` values hold for units that do not give their own, and come before those that the configuration gives for all units.
     """
     reader = _ConfigReader(file)
-    check_shared_names(shared)
     specs = reader.units(cfg)
     common = {name: value for name, value in reader.shared(cfg).items() if name not in shared}
     built = {name: reader.build(name, spec, model, common) for name, spec in specs.items()}
@@ -186,14 +185,6 @@ class _ConfigReader:
                 near = nearest_name(key, valid)
                 hint = f"; did you mean {near!r}?" if near else "."
                 raise ConfigError(f"{self.where(*path, key=key)}: unknown key {key!r}{hint} Valid: {', '.join(valid)}.")
-
-
-def check_shared_names(shared: Mapping[str, object]) -> None:
-    """Reject a shared argument of an unknown name."""
-    for name, value in shared.items():
-        if name not in SHARED:
-            raise ConfigTypeError(unknown_name("shared argument", name, SHARED))
-        check_shared(name, value)
 
 
 def _optimizer_name(optim_type: object) -> str:

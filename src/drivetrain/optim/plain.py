@@ -16,7 +16,6 @@ from drivetrain.module.accumulation import AccumulationWindow, Count, widened
 from drivetrain.module.finite import NonFinitePolicy
 from drivetrain.module.stepper import Stepper
 from drivetrain.optim.building import SHARED, all_names
-from drivetrain.optim.config import check_shared_names
 from drivetrain.optim.optim_set import OptimSet
 from drivetrain.optim.scheduler import OptimScheduler
 
@@ -68,7 +67,6 @@ def as_optim_set(value: object, model: nn.Module, **shared: object) -> OptimSet:
 
     `shared` values hold for units that were not given their own, by themselves or by their configuration.
     """
-    check_shared_names(shared)
     if isinstance(value, (str, os.PathLike)):
         made = OptimSet.from_yaml(value, model)
     elif isinstance(value, OptimSet):

@@ -148,7 +148,7 @@ class Lion(Optimizer):
     ):
         check_rates("Lion", lr=lr)
         check_numbers("Lion", weight_decay=weight_decay)
-        betas = check_betas("Lion", betas=betas)
+        betas = check_betas("Lion", betas)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()

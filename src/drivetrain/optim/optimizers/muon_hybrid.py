@@ -191,7 +191,7 @@ class MuonHybrid(Optimizer):
         check_numbers("MuonHybrid", 0.0, 1.0, momentum=momentum)
         check_counts("MuonHybrid", 1, ns_steps=ns_steps)
         check_choice("adjust_lr", adjust_lr, ADJUSTMENTS, owner="MuonHybrid")
-        adam_betas = check_betas("MuonHybrid", adam_betas=adam_betas)
+        adam_betas = check_betas("MuonHybrid", adam_betas, "adam_betas")
         adam_match = (adam_match,) if isinstance(adam_match, str) else tuple(adam_match)
         given = locals()
         defaults = {name: given[name] for name in ("lr", "weight_decay", "fused", *_MUON_ONLY, *_ADAM_ONLY)}

@@ -169,7 +169,7 @@ class AdamWScheduleFree(_ScheduleFree):
         weight_lr_power: float = 2.0,
     ):
         check_numbers("AdamWScheduleFree", eps=eps)
-        defaults = {"lr": lr, "betas": check_betas("AdamWScheduleFree", betas=betas), "eps": eps}
+        defaults = {"lr": lr, "betas": check_betas("AdamWScheduleFree", betas), "eps": eps}
         average = {"warmup_steps": warmup_steps, "r": r, "weight_lr_power": weight_lr_power}
         super().__init__(params, {**defaults, "weight_decay": weight_decay, **average})
 

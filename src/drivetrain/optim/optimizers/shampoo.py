@@ -37,7 +37,7 @@ class SOAP(Optimizer):
         check_rates("SOAP", lr=lr)
         check_numbers("SOAP", eps=eps, weight_decay=weight_decay)
         check_counts("SOAP", 1, precondition_frequency=precondition_frequency, max_dim=max_dim)
-        adam = {"lr": lr, "betas": check_betas("SOAP", betas=betas), "eps": eps, "weight_decay": weight_decay}
+        adam = {"lr": lr, "betas": check_betas("SOAP", betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**adam, "precondition_frequency": precondition_frequency, "max_dim": max_dim})
 
     @torch.no_grad()

@@ -29,9 +29,8 @@ def check_rates(who: str, **rates: object) -> None:
             check_number(name, rate, at_least=0.0, owner=who)
 
 
-def check_betas(who: str, **pairs: object) -> tuple[float, float]:
+def check_betas(who: str, pair: object, name: str = "betas") -> tuple[float, float]:
     """Reject anything but two numbers from 0 to below 1."""
-    ((name, pair),) = pairs.items()
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ConfigError(f"{who}({name}={pair!r}): expected two numbers, such as (0.9, 0.99).")
     check_numbers(who, 0.0, 1.0, **{f"{name}[0]": pair[0], f"{name}[1]": pair[1]})

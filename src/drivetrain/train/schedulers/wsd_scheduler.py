@@ -108,8 +108,7 @@ class WSDLrScheduler(StatefulSchedulerBase):
 
     def get_phase_info(self, num_updates: int) -> dict[str, int]:
         """Return the period that contains this many updates. The end of a period belongs to it."""
-        periods = self.checkpoint_decay_info
-        return next((period for period in periods if num_updates <= period["period_end"]), periods[-1])
+        return self._period(num_updates - 1)
 
     def get_current_step(self) -> int:
         """Return the number of updates for the current rate."""
