@@ -147,17 +147,17 @@ class Strategy:
 
     def add_opt(self, opt: object) -> "Strategy":
         """Return the plan with one more method."""
-        return self._with([*self, as_entry(opt)])
+        return replace(self, opt_list=[*self, as_entry(opt)])
 
     def replace(self, index: int, opt: object) -> "Strategy":
         """Return the plan with one method replaced."""
         entries = list(self)
         entries[index] = as_entry(opt)
-        return self._with(entries)
+        return replace(self, opt_list=entries)
 
     def reset_config(self) -> "Strategy":
         """Return the plan with every configuration at its default."""
-        return self._with([(entry.name, None, entry.tunable) for entry in self])
+        return replace(self, opt_list=[(entry.name, None, entry.tunable) for entry in self])
 
     def adjust_data_parallel(self, size: int) -> "Strategy":
         """Return the plan with `size` as the size of its data axis."""
@@ -165,20 +165,22 @@ class Strategy:
         config = self.get_parallel_mode()[1] or method.parse(None)
         axes = {**dict(config.axes), "data": size}
         others = [entry for entry in self if entry.name != method.name]
-        return self._with([(method.name, replace(config, axes=tuple(axes.items()))), *others])
+        return replace(self, opt_list=[(method.name, replace(config, axes=tuple(axes.items()))), *others])
 
     def remove_distributed_method(self) -> "Strategy":
         """Return the plan for one process."""
         group = mesh_method().group
         methods = [(find_method(entry.name), entry) for entry in self]
-        return self._with([entry for one, entry in methods if not one.needs_processes and one.group != group])
+        return replace(
+            self, opt_list=[entry for one, entry in methods if not one.needs_processes and one.group != group]
+        )
 
     def remove_device_unsupported_method(self, device: torch.device | str) -> "Strategy":
         """Return the plan without methods that the device cannot run; they are listed in `dropped`."""
         reasons = {entry.name: find_method(entry.name).requires(None, torch.device(device), 1) for entry in self}
         dropped = [(name, reason) for name, reason in reasons.items() if reason is not None]
-        kept = self._with([entry for entry in self if reasons[entry.name] is None])
-        return replace(kept, dropped=(*self.dropped, *dropped))
+        kept = [entry for entry in self if reasons[entry.name] is None]
+        return replace(self, opt_list=kept, dropped=(*self.dropped, *dropped))
 
     def rescale(self, world_size: int, *, context: Any = None) -> "Strategy":
         """Return the plan for another number of processes, with the same global batch.
@@ -189,8 +191,8 @@ class Strategy:
         from drivetrain.strategy.search.cost import rescaled_prediction, shortfall_of
 
         found, config = self.get_parallel_mode()
-        axes = dict(self.mesh) if self.mesh is not None else dict(config.axes) if found else {}
-        axes = resize_axes(axes or {"data": 1}, world_size)
+        given = config.axes if self.mesh is None and found else self.mesh
+        axes = resize_axes(dict(given or ()) or {"data": 1}, world_size)
         batch = self.batch
         if batch is not None:
             batch = replan_batch(batch, math.prod(axes.get(axis, 1) for axis in DATA_AXES))
@@ -207,16 +209,13 @@ class Strategy:
         reasons = [text for text in self.reasons if not text.startswith("rescale:")]
         reasons.append(f"rescale: for {world_size} processes; {memory}, and times were left out")
         result = replace(
-            self._with(entries), mesh=mesh, batch=batch, predicted=predicted, measured=None, fingerprint=None,
+            self, opt_list=entries, mesh=mesh, batch=batch, predicted=predicted, measured=None, fingerprint=None,
             evidence="modelled" if predicted else "given", reasons=tuple(reasons), rejected=(), search=None,
         )  # fmt: skip
         if context is not None:
             model = getattr(context, "model", None)
             result.validate(model if isinstance(model, nn.Module) else None, context.device, world_size)
         return result
-
-    def _with(self, entries: list[Any]) -> "Strategy":
-        return replace(self, opt_list=entries)
 
     # Using it.
 
