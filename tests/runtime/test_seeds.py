@@ -16,6 +16,7 @@ from drivetrain.runtime.seeds import (
     derive_seed,
     reseed_rank,
     restore_rng,
+    rng_kept,
     seed_worker,
     set_deterministic,
     set_seed,
@@ -217,3 +218,9 @@ def test_users_own_cublas_setting_is_kept(monkeypatch):
 def test_unknown_deterministic_mode_names_the_nearest():
     with pytest.raises(ConfigError, match="Did you mean 'strict'"):
         set_deterministic("strickt")
+
+
+def test_a_block_may_draw_without_changing_the_generators():
+    with rng_kept():
+        inside = torch.rand(3).tolist(), np.random.rand(), random.random()
+    assert (torch.rand(3).tolist(), np.random.rand(), random.random()) == inside

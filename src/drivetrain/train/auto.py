@@ -17,14 +17,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain.context.context import Context
 from drivetrain.core.arguments import check_callable
-from drivetrain.core.errors import (
-    BatchSizeError,
-    ConfigError,
-    ConflictError,
-    PlanInfeasible,
-    did_you_mean,
-    warn,
-)
+from drivetrain.core.errors import BatchSizeError, ConfigError, ConflictError, PlanInfeasible, did_you_mean, warn
 from drivetrain.core.types import Settings
 from drivetrain.module.accumulation import Count
 from drivetrain.module.loss_items import SAMPLES as LOSS_OF_SAMPLES

@@ -158,18 +158,15 @@ class Reference:
     sha256: str
 
     @classmethod
-    def from_state(cls, state: object) -> "Reference":
+    def from_state(cls, state: Any) -> "Reference":
         """Read the reference in a checkpoint, which is untrusted."""
-        if (
-            not isinstance(state, Mapping)
-            or not isinstance(state.get("name"), str)
-            or not _NAME.fullmatch(state["name"])
-            or type(state.get("size")) is not int
-            or not isinstance(state.get("sha256"), str)
-        ):
-            message = f"history: {state!r} does not refer to a history file. Expected name, size and sha256."
-            raise CheckpointError(message)
-        return cls(state["name"], state["size"], state["sha256"])
+        kinds = {"name": str, "size": int, "sha256": str}
+        is_read = isinstance(state, Mapping) and all(type(state.get(name)) is kind for name, kind in kinds.items())
+        if not is_read or not _NAME.fullmatch(state["name"]):
+            raise CheckpointError(
+                f"history: {state!r} does not refer to a history file. Expected name, size and sha256."
+            )
+        return cls(**{name: state[name] for name in kinds})
 
 
 @dataclass

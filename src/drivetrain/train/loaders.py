@@ -325,15 +325,15 @@ class LimitBatches:
 
     def __enter__(self) -> "LimitBatches":
         self._outer.append({name: os.environ.get(name) for name in _LIMIT_VARIABLES})
-        for name in _LIMIT_VARIABLES:
-            os.environ[name] = "none" if self.num_batches is None else str(self.num_batches)
+        os.environ.update(
+            dict.fromkeys(_LIMIT_VARIABLES, "none" if self.num_batches is None else str(self.num_batches))
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
         for name, value in self._outer.pop().items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
+            os.environ.pop(name, None)
+            if value is not None:
                 os.environ[name] = value
 
 
