@@ -88,7 +88,7 @@ class UserFetch:
 
 
 def has_get_batch(dataset: object) -> bool:
-    """Whether a dataset builds whole batches itself."""
+    """Return whether a dataset builds whole batches itself."""
     return callable(getattr(dataset, "get_batch", None))
 
 

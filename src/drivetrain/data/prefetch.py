@@ -102,5 +102,5 @@ def with_bar(batches: Iterator[object], start: int, total: int | None, text: str
 
 
 def bar_is_wanted() -> bool:
-    """Whether anybody would see a bar: this is rank 0, and the output is a terminal."""
+    """Return whether a bar would be seen: this is rank 0, and the output is a terminal."""
     return is_master() and sys.stdout is not None and sys.stdout.isatty()

@@ -186,7 +186,7 @@ class Cursor:
     epoch: int = 0
     start: int = 0
     stream: object = None
-    """What a state says about the position of an iterable dataset at `start`."""
+    """What a state holds about the position of an iterable dataset at `start`."""
     before: BatchInfo | None = None
     """The last batch of the epoch that ended here: a loop that reads ahead may still use it."""
     started: bool = False

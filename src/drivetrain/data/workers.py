@@ -1,6 +1,6 @@
 """Worker processes: torch's DataLoader carries jobs to them and results back, in order.
 
-A job says everything a worker needs (seed, epoch, place, indices), so workers hold no position of their own: they may live for the
+A job holds everything a worker needs (seed, epoch, position, indices), so workers hold no position of their own: they may live for the
 whole run, read ahead as far as they like, and be replaced by none at all without a change in what comes out. The inner DataLoader
 gets a generator of its own, because torch would take the workers' base seed from the global one.
 
@@ -169,7 +169,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class WorkerSide(Dataset[object]):
-    """What a worker has in hand: the user's dataset and the function that answers a job.
+    """What a worker holds: the user's dataset and the function that answers a job.
 
     It replaces the dataset in `get_worker_info()`, so names it does not know are the dataset's, for reading and writing.
     """

@@ -91,7 +91,7 @@ def to_yaml(optim_set: Mapping[str, OptimScheduler], path: str | os.PathLike[str
 
 
 class _ConfigReader:
-    """Checks a configuration and says where in the file it is wrong."""
+    """Checks a configuration; errors name the position in the file."""
 
     def __init__(self, file: YamlFile | None):
         self.file = file

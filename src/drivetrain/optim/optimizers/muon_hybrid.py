@@ -203,7 +203,7 @@ class MuonHybrid(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Take in a group, split into what Muon updates and what AdamW updates unless it says which with `muon`."""
+        """Add a group, split into what Muon updates and what AdamW updates unless `muon` in it decides."""
         options = {name: value for name, value in param_group.items() if name not in ("params", "muon")}
         params = param_group["params"]
         members: list[Member] = [params] if isinstance(params, Tensor) else list(params)

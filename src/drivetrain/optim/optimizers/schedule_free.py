@@ -31,7 +31,7 @@ from drivetrain.optim.optimizers.stepping import (
 
 
 class _ScheduleFree(Optimizer):
-    """The averaging that both optimizers share; a subclass says in which direction z moves."""
+    """The averaging that both optimizers share; a subclass defines the direction in which z moves."""
 
     _interpolation: ClassVar[str]
     """The group's entry that holds beta."""

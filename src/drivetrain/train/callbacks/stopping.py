@@ -156,14 +156,16 @@ class TerminateOnNaNCallback(TrainerCallback):
 
     def _terminate(self, value: float, where: str, epoch: int | None, step: int | None) -> None:
         self.triggered, self._readback = True, AsyncReadback()
-        place = f" in {where}" + (f", epoch {epoch}, batch {step}" if epoch is not None else "") if where else ""
+        message = f"the loss is {value}" + (f" in {where}" if where else "")
+        if where and epoch is not None:
+            message += f", epoch {epoch}, batch {step}"
         if self.action == "stop":
-            raise StopTrainingError(f"the loss is {value}{place}.")
+            raise StopTrainingError(f"{message}.")
         last = getattr(self._trainer, "last_checkpoint", None)
         advice = f" The last checkpoint is {last}." if last is not None else ""
         raise NonFiniteLossError(
-            f"the loss is {value}{place}. Usual causes: a learning rate that is too high, float16 without scaling, an "
-            f"empty or masked-out batch, a log or division of zero.{advice}",
+            f"{message}. Usual causes: a learning rate that is too high, float16 without scaling, an empty or masked-out batch, a log "
+            f"or division of zero.{advice}",
             step=step,
             epoch=epoch,
             where=where or None,
