@@ -94,11 +94,7 @@ def repeated_blocks(model: nn.Module, sample: object = None) -> list[tuple[str, 
 
 
 def select_modules(model: nn.Module, what: object, *, where: str = "blocks") -> list[tuple[str, nn.Module]]:
-    """Return name and module of everything that `what` selects: "auto", a class, a class name, a dotted name or pattern, a
-    module, a list.
-
-    A name that matches nothing is a ConfigError that lists the block classes.
-    """
+    """Return what `what` selects, by name: "auto", a class, a class name, a dotted name or pattern, a module, or a list."""
     root = unwrap(model)
     if isinstance(what, str) and what == "auto":
         return [pair for group in find_blocks(root) for pair in group.named]

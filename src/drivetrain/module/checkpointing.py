@@ -122,10 +122,7 @@ def _selective_contexts() -> "tuple[AbstractContextManager[object], AbstractCont
 
 @cache
 def _recomputing(mode: type) -> type:
-    """Return torch's mode of a recomputation without its demand that operations of which nothing is kept come as often as in the forward.
-
-    Casts of weights, which autocast remembers, and what sharding does on its way may come more or less often.
-    """
+    """Return torch's mode of a recomputation, in which operations that are not kept may come in other numbers (casts, gathers)."""
 
     class Recomputing(mode):
         def __torch_dispatch__(

@@ -42,10 +42,7 @@ def rows_in_chunk(rows: int, classes: int) -> int:
 def loss_and_logit_gradients(
     logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed cross entropy of some rows and its gradient with respect to their logits, in the logits' type.
-
-    In float16 the gradient is multiplied by 4096, see above.
-    """
+    """Return the summed cross entropy of some rows and its gradient by their logits, in their type (times 4096 in float16)."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     kept = target != ignore_index
     index = torch.where(kept, target, 0).unsqueeze(1)

@@ -43,9 +43,8 @@ def compile_module(model: nn.Module, scope: Scope = "auto", **torch_compile_kwar
 def _compile_in_place(module: nn.Module, **torch_compile_kwargs: Any) -> None:
     """Do what `module.compile()` does, also for torch's own classes.
 
-    The compiler passes over functions that torch itself defines unless other code calls them: `nn.Sequential(...).compile()` and
-    `nn.TransformerEncoderLayer(...).compile()` leave the module as slow as it was, silently. Under the hooks of `fully_shard` torch's
-    classes still run uncompiled; that shows as a graph break.
+    The compiler passes over functions that torch itself defines unless other code calls them, so `nn.Sequential(...).compile()` leaves
+    the module as slow as it was, silently. Under the hooks of `fully_shard` torch's classes still run uncompiled.
     """
     if str(getattr(type(module).forward, "__module__", "")).startswith("torch."):
         compiled = torch.compile(_caller(type(module)), **torch_compile_kwargs)  # type: ignore[arg-type]
@@ -66,11 +65,7 @@ def _call(module: nn.Module, *args: object, **kwargs: object) -> object:
 
 
 def compile_loss(loss_func: Callable[..., object], **torch_compile_kwargs: Any) -> Callable[..., object]:
-    """Return a compiled loss function. A module is compiled in place, so that its keys do not change.
-
-    Where kernels are recorded (CUDA graphs), the next step writes its loss into the same memory: the loss is copied out, so that it may
-    be kept.
-    """
+    """Return a compiled loss function. A module is compiled in place, so that its keys do not change."""
     if isinstance(loss_func, nn.Module):
         _compile_in_place(loss_func, **torch_compile_kwargs)
         compiled: Callable[..., object] = loss_func
@@ -78,6 +73,7 @@ def compile_loss(loss_func: Callable[..., object], **torch_compile_kwargs: Any) 
         compiled = torch.compile(loss_func, **torch_compile_kwargs)
     if torch_compile_kwargs.get("mode") != "reduce-overhead":
         return compiled
+    # The next step of a recorded CUDA graph writes its loss into the same memory, so the loss is copied.
     return lambda *args, **kwargs: tree_map_only(Tensor, torch.clone, compiled(*args, **kwargs))
 
 

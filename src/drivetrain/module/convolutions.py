@@ -33,10 +33,7 @@ def channels_last_input(tensor: Tensor) -> Tensor:
 
 
 def is_worth_channels_last(model: nn.Module) -> bool:
-    """Return whether 2-D and 3-D convolutions hold most of the parameters.
-
-    A vision transformer with one patch convolution does not gain; a convolutional network does.
-    """
+    """Return whether 2-D and 3-D convolutions hold most of the parameters, which one patch convolution of a transformer does not."""
     total = sum(parameter.numel() for parameter in model.parameters())
     return 2 * sum(kernel.numel() for kernel in _kernels(model)) > total
 

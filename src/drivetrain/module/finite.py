@@ -166,11 +166,7 @@ class StepGuard:
         self._copies: deque[list[Tensor]] = deque(maxlen=3)
 
     def prepare(self, optimizer: Any, model: object, *, is_exchanged: bool, is_judged_elsewhere: bool) -> None:
-        """Read the optimizer and the model of a run.
-
-        `is_exchanged`: several ranks decide together. `is_judged_elsewhere`: a gradient scaler, or the units of an `OptimSet`, test
-        for themselves.
-        """
+        """Read the optimizer and model of a run. `is_judged_elsewhere`: a gradient scaler, or units of an `OptimSet`, test."""
         self.is_active = True
         self._optimizer, self._is_exchanged, self._is_judged_elsewhere = optimizer, is_exchanged, is_judged_elsewhere
         self._is_large = sum(p.numel() for group in optimizer.param_groups for p in group["params"]) >= _LARGE

@@ -109,10 +109,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: Group) -> None:
 
 
 def start_sum_over_ranks(value: Count, device: torch.device | str | None, group: Group = None) -> Callable[[], Count]:
-    """Start to sum a number over the ranks of a group, by default the data ranks.
-
-    The returned function gives the sum, on a device as a tensor that is not read.
-    """
+    """Start to sum a number over a group, by default the data ranks; the returned function gives the sum, on a device unread."""
     dtype = torch.float32 if torch.device(device or "cpu").type == "mps" else torch.float64
     if isinstance(value, Tensor):
         total = value.detach().to(device=device, dtype=dtype, copy=True)

@@ -330,10 +330,7 @@ FollowedLoss = tuple[LossItems, list[object]]
 
 
 def follow_loss(model: nn.Module, batch: object, rows: int, compute: Callable[[], object]) -> FollowedLoss:
-    """Follow the loss that `compute` returns for a batch.
-
-    Buffers and random states are as before afterwards. Code that does not run on this batch gives nothing to follow.
-    """
+    """Follow the loss that `compute` returns for a batch, without lasting changes; code that fails gives nothing to follow."""
     watch, generators = LossWatch(batch, rows), capture_rng()
     try:
         with torch.no_grad(), buffers_copied(model), watch:

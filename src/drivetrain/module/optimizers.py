@@ -181,10 +181,7 @@ class MasterCopies:
             self._versions[id(parameter)] = parameter._version
 
     def _follow_parameters(self) -> None:
-        """Refresh copies of parameters that other code has written to: weights that were loaded, swapped or clamped.
-
-        Entries that still are the rounded copy keep the copy's precision.
-        """
+        """Refresh copies of parameters that other code has written to; unchanged entries keep the copy's precision."""
         for parameter, master in self._served:
             if parameter._version != self._versions.get(id(parameter)):
                 value = parameter.to(master.device)

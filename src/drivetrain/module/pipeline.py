@@ -111,10 +111,7 @@ def _steps_of(graph: fx.Graph) -> list[tuple[object, ...]]:
 
 
 def _free_from_values(model: nn.Module, graph: fx.Graph) -> None:
-    """Let steps that look at the type and the shape of a value alone, as rotary embeddings do, be made again in every stage.
-
-    What such a step is given is replaced by zeros of that type and shape, which any stage can make of the inputs.
-    """
+    """Replace values of which a step uses only type and shape, as rotary embeddings do, by zeros that any stage can make."""
     inputs = [node for node in graph.nodes if node.op == "placeholder" and _sizes(node)]
     for node in list(graph.nodes):
         if node.op != "call_module" or VALUE not in node.meta:

@@ -136,10 +136,7 @@ def is_batched(leaf: object) -> bool:
 
 
 def mount(root: nn.Module, model: nn.Module, targets: Set[str]) -> None:
-    """Register the named modules and tensors of a model in `root`, in their order and under their names.
-
-    Containers on the way are re-created, lists as lists; their other members become `Elsewhere`.
-    """
+    """Register the named modules and tensors of a model in `root`; other members of their containers become `Elsewhere`."""
 
     def visit(here: nn.Module, there: nn.Module, prefix: str) -> None:
         for name, tensor in there._parameters.items():

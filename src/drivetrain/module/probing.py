@@ -16,8 +16,7 @@ _SIDE, ROWS, LENGTH = 16, 2, 8  # of made-up images and sequences
 def keeps_shape(block: nn.Module) -> bool | None:
     """Return whether a block returns a tensor of its input's shape; None if it cannot be tried.
 
-    The input is inferred from the layers: images with the channels of the first convolution, or sequences as wide as the first norm or
-    matrix.
+    The input is an image with the channels of the first convolution, or a sequence as wide as the first norm or matrix.
     """
     shape = _likely_input(block)
     if shape is None:
@@ -72,11 +71,11 @@ def call_on_fake_tensors(
 
 
 def on_fake_tensors(model: nn.Module) -> AbstractContextManager[None]:
-    """Make a transformers model run on fake tensors: without its key-value cache, and with experts as plain products.
-
-    The grouped product of experts has a rule for fake tensors in bfloat16 alone.
-    """
-    wanted = {"use_cache": False, "_experts_implementation": "batched_mm"}
+    """Make a transformers model run on fake tensors: without its key-value cache, and with experts as plain products."""
+    wanted = {
+        "use_cache": False,
+        "_experts_implementation": "batched_mm",
+    }  # grouped products are fake in bfloat16 alone
     configs = {
         id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
     }
@@ -122,11 +121,7 @@ def floats_in(value: object) -> list[Tensor]:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore running statistics and other buffers afterwards, in place, so that compiled or recorded code finds them at the same
-    address.
-
-    The host waits for the device at the end.
-    """
+    """Restore buffers afterwards, in place, because compiled code knows their addresses. The host waits for the device at the end."""
     kept = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
     try:
         yield

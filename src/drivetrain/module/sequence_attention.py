@@ -124,9 +124,8 @@ def to_sequence(x: Tensor, group: ProcessGroup, size: int) -> Tensor:
 def gather_sequence(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return the whole sequence on every rank.
 
-    Backward adds up what the ranks computed from the whole, and each keeps its piece of the sum. Where all went on alike, that is the
-    number of ranks times the gradient, so that the mean over the ranks of what each computes from its piece is the sum over pieces: one
-    mean over data and sequence ranks is then right for every parameter, inside the blocks and outside.
+    Backward adds up what the ranks computed from the whole, and each keeps its piece of the sum. Where all continue alike, that is
+    the number of ranks times the gradient, so one mean over data and sequence ranks is right for every parameter.
     """
     gather = getattr(collectives, "all_gather_single_autograd", None)  # its name from torch 2.13 on
     return (gather or collectives.all_gather_tensor_autograd)(x.contiguous(), dim, group)
@@ -138,10 +137,7 @@ def _exchange(parts: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class SequenceMultihead(GeneratedClass):
-    """Multi-head attention through `F.scaled_dot_product_attention`, so that it can be intercepted. It returns no weights.
-
-    torch's own forward hides that call where a mode cannot see it.
-    """
+    """Multi-head attention through `F.scaled_dot_product_attention`, which torch's own forward hides. It returns no weights."""
 
     def forward(
         self,

@@ -272,10 +272,7 @@ def _kind(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _check(
     model: nn.Module, run: Callable[..., object], split: SequenceSplit, args: tuple[object, ...], kwargs: dict[str, Any]
 ) -> Mode:
-    """Return the first way to split that leaves the model what it is, on which all ranks agree.
-
-    A call without gradients whose length does not divide runs whole.
-    """
+    """Return the first way to split that keeps the results on all ranks; whole for inference on a length that does not divide."""
     is_inference = not torch.is_grad_enabled()
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     devices = [] if device.type == "cpu" else [device]

@@ -215,10 +215,7 @@ def _policies(mixed_precision: object) -> "tuple[MixedPrecisionPolicy, MixedPrec
 
 
 def _share_statistics(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Average the running statistics of batch norms over ranks after every pass of training, so that evaluation is the same on all.
-
-    They are small, and go in one message.
-    """
+    """Average running statistics of batch norms over ranks after each training pass, so that all ranks evaluate alike."""
     norms = [norm for norm in model.modules() if isinstance(norm, nn.modules.batchnorm._BatchNorm)]
     norms = [norm for norm in norms if not isinstance(norm, nn.SyncBatchNorm) and norm.running_mean is not None]
     if not norms:

@@ -167,10 +167,7 @@ class Stepper:
     # The end of a window.
 
     def complete(self, parameters: Iterable[Tensor]) -> Count:
-        """Scale the gradients collected before the last backward of a window to its items, and return the factor for the last one.
-
-        Gradients are then those of the mean right after the last backward, without waiting for `finish`.
-        """
+        """Scale the gradients collected before the last backward of a window to its items; return the factor for that backward."""
         total, self._total = None if self._total is None else self._total(), None
         factor = self.window.correction(total)
         self.is_complete = True
@@ -298,11 +295,7 @@ class Stepper:
 
 
 def merge_windows(saved: Sequence[Mapping[str, Any]], rank: int, counted: str = "items") -> StateDict:
-    """Return one rank's part of a window that another number of ranks opened.
-
-    What counts is the sum over all ranks, of gradients and of items (see `accumulation.py`): the first rank takes it, and the others
-    begin with nothing.
-    """
+    """Return one rank's part of a window that other ranks opened: the first takes the sums of gradients and items."""
     if not any(saved):
         return {}
     if not all(part and part.get("is_whole") for part in saved):
@@ -414,9 +407,8 @@ def _norm_over_ranks(
 ) -> Tensor:
     """Return the norm over all gradients of all ranks, the same on each of them, with one exchange.
 
-    Each rank adds up what it holds. An entry that several ranks hold is counted by each of them for its share: a whole gradient is on
-    all ranks of its stage, a sharded one on as many as there are ranks for each of its parts. Each gradient comes with the number of
-    stages that hold it.
+    An entry that several ranks hold is counted by each for its share: a whole gradient is on all ranks of its stage, a sharded one
+    on as many as there are ranks for each of its parts. Each gradient comes with the number of stages that hold it.
     """
     world, is_largest = dist.get_world_size(), math.isinf(norm_type)
     held: dict[float, list[Tensor]] = {}

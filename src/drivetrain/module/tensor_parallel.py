@@ -190,10 +190,7 @@ def _check_style(name: str, style: object) -> None:
 
 
 def is_splittable(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer that can be split: torch's, or transformers' Conv1D, whose weight is transposed.
-
-    A weight that is computed from other parameters, as weight normalisation does, is no parameter that could be split.
-    """
+    """Return whether a module is a linear layer with a weight to split: torch's, or transformers' transposed Conv1D."""
     return (isinstance(module, nn.Linear) or _is_transposed(module)) and "weight" in module._parameters
 
 

@@ -126,12 +126,9 @@ def clean_key(root: nn.Module, key: str) -> str:
 
 
 def named_clean_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield names and parameters as the user's own module would, independent of wrappers around or inside it.
-
-    A stage of a pipeline may hold a tied parameter by another name than the first, which is the one that is yielded.
-    """
+    """Yield names and parameters as the user's own module would, independent of wrappers around or inside it."""
     has_shells = any(inner_attribute(module) is not None for module in model.modules())
-    firsts = getattr(model, "plain_names", {})
+    firsts = getattr(model, "plain_names", {})  # of a pipeline's stage, which may hold a tied parameter by another name
     for name, parameter in model.named_parameters():
         clean = clean_key(model, name) if has_shells else name
         yield firsts.get(clean, clean), parameter
