@@ -13,12 +13,11 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from drivetrain.core.arguments import check_choice, check_count
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.blocks import repeated_blocks, select_modules
-from drivetrain.module.probing import attributes_set
 from drivetrain.module.wrapping import GeneratedClass, add_mixin, written_class
 
 Mode = Literal["full", "selective", "offload"]
@@ -69,9 +68,14 @@ class _CountedOnce:
         if self.is_first:
             self.is_first = False
             return self.run(*args, **kwargs)
-        frozen = {"momentum": 0.0, "num_batches_tracked": None}
-        with attributes_set((norm, name, value) for norm in self.norms for name, value in frozen.items()):
+        kept = [(norm, norm.momentum, norm.num_batches_tracked) for norm in self.norms]
+        for norm in self.norms:
+            norm.momentum, norm.num_batches_tracked = 0.0, None
+        try:
             return self.run(*args, **kwargs)
+        finally:
+            for norm, momentum, count in kept:
+                norm.momentum, norm.num_batches_tracked = momentum, count
 
 
 def checkpoint_blocks(
@@ -113,8 +117,6 @@ def checkpoint_blocks(
 
 
 def _selective_contexts() -> "tuple[AbstractContextManager[object], AbstractContextManager[object]]":
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
     first, second = create_selective_checkpoint_contexts(keep_expensive)
     second.__class__ = _recomputing(type(second))  # type: ignore[arg-type]
     return first, second
@@ -145,8 +147,6 @@ def _may_be_kept(name: str) -> bool:
 
 def keep_expensive(ctx: object, operation: object, *args: Any, **kwargs: object) -> object:
     """Keep the results of matrix products, convolutions and attention, and recompute element-wise operations."""
-    from torch.utils.checkpoint import CheckpointPolicy
-
     name = _name_of(operation)
     if name not in _BATCHED and _may_be_kept(name):
         return CheckpointPolicy.MUST_SAVE

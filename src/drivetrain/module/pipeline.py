@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.module.blocks import repeated_blocks
-from drivetrain.module.pipeline_parts import COMPUTED_IN, StagePart, in_mode
+from drivetrain.module.pipeline_parts import RUNNING, StagePart, in_mode
 from drivetrain.module.pipeline_tracing import FLOPS, VALUE, changed_copy, trace_chain
 from drivetrain.module.probing import attributes_set
 from drivetrain.module.wrapping import unwrap
@@ -141,7 +141,7 @@ def _sizes(node: fx.Node) -> tuple[int, ...]:
 def zeros_for(source: Tensor, shape: tuple[int, ...], seen: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return zeros of a shape, with the sizes of an input where they were those of the input when the model was traced."""
     sizes = [source.shape[i] if i < len(seen) and seen[i] == size else size for i, size in enumerate(shape)]
-    return source.new_zeros((), dtype=COMPUTED_IN.get() or dtype).expand(sizes)
+    return source.new_zeros((), dtype=RUNNING.get().compute_dtype or dtype).expand(sizes)
 
 
 def _ignores(module: nn.Module, node: fx.Node, given: list[fx.Node]) -> bool:

@@ -17,15 +17,13 @@ from drivetrain.module.accumulation import Count, as_factor
 from drivetrain.module.loss_items import without_empty
 from drivetrain.module.probing import buffers_copied
 
-COMPUTED_IN: ContextVar[torch.dtype | None] = ContextVar("COMPUTED_IN", default=None)
-"""The type that the stage that runs casts its floating-point values to; None: that of its parameters."""
-IN_TRAINING: ContextVar[bool] = ContextVar("IN_TRAINING", default=True)
-"""Whether the stage that runs trains."""
+RUNNING: ContextVar["StagePart"] = ContextVar("RUNNING")
+"""The stage whose graph runs."""
 
 
 def in_mode(function: str, *args: object, **kwargs: object) -> Tensor:
     """Call a function of `torch.nn.functional`, such as dropout, in the mode of the stage that runs."""
-    return getattr(nn.functional, function)(*args, **kwargs, training=IN_TRAINING.get())
+    return getattr(nn.functional, function)(*args, **kwargs, training=RUNNING.get().training)
 
 
 class Elsewhere(nn.Module):
@@ -70,12 +68,11 @@ class StagePart(nn.Module):
         return call.flatten_output(output)
 
     def _steps(self, received: tuple[Tensor, ...], inputs: Mapping[str, object]) -> object:
-        token, mode = COMPUTED_IN.set(self.compute_dtype), IN_TRAINING.set(self.training)
+        token = RUNNING.set(self)
         try:
             return self._run(self, *received, *(inputs[name] for name in self.inputs))
         finally:
-            COMPUTED_IN.reset(token)
-            IN_TRAINING.reset(mode)
+            RUNNING.reset(token)
 
 
 class FlatCall:
