@@ -189,8 +189,11 @@ class SequenceBlock(GeneratedClass):
             )
         activations = values[stream]
         rows = activations.shape[1 - split.seq_dim] if split.seq_dim < 2 else activations.shape[0]
-        values = [_cut(split, length, rows, name, value) for name, value in zip(names, values)]
-        values[stream] = split.piece(activations, split.seq_dim) if comes_whole else activations
+        for index, name in enumerate(names):
+            if index != stream:
+                values[index] = _cut(split, length, rows, name, values[index])
+            elif comes_whole:
+                values[index] = split.piece(activations, split.seq_dim)
         args, kwargs = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :]))
         kwargs |= {name: None for name in _CACHE_ARGUMENTS if kwargs.get(name) is not None}
         with AttentionCalls(SequenceAttention(split.group, length, split.ring, split.notes)):
