@@ -184,7 +184,10 @@ class Checkpointer:
                 metrics=self._metrics(metrics),
                 progress=self.progress.snapshot(),
             )
-            if self._in_background(snapshot) and not final:
+            in_background = self.async_save
+            if in_background == "auto":
+                in_background = any(t.device.type != "cpu" for part in snapshot.parts().values() for t in part.values())
+            if in_background and not final:
                 self._begin(id, snapshot)
                 self.last_stall = time.perf_counter() - begun
                 logger.info("%s: training was blocked for %.3f s; a thread writes it", path.name, self.last_stall)
@@ -321,11 +324,6 @@ class Checkpointer:
                         if (value := item.last(self.best.metric)) is not None:
                             found[self.best.metric] = value
         return found
-
-    def _in_background(self, snapshot: Snapshot) -> bool:
-        if self.async_save != "auto":
-            return bool(self.async_save)
-        return any(t.device.type != "cpu" for part in snapshot.parts().values() for t in part.values())
 
     def _begin(self, id: object, snapshot: Snapshot) -> None:
         if self._background is None:

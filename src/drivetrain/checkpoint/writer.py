@@ -273,7 +273,9 @@ class HostBuffers:
         devices: set[torch.device] = set()
         for part, tensors in snapshot.parts().items():
             for name, live in tensors.items():
-                buffer = self._buffer((part, name), live)
+                buffer = self._buffers.get((part, name))
+                if buffer is None or buffer.shape != live.shape or buffer.dtype != live.dtype:
+                    buffer = torch.empty(live.shape, dtype=live.dtype, pin_memory=live.device.type == "cuda")
                 buffer.copy_(live, non_blocking=True)
                 tensors[name] = used[part, name] = buffer
                 if live.device.type != "cpu":
@@ -286,12 +288,6 @@ class HostBuffers:
                 event.synchronize()
 
         return arrived
-
-    def _buffer(self, key: tuple[str, str], live: Tensor) -> Tensor:
-        buffer = self._buffers.get(key)
-        if buffer is not None and buffer.shape == live.shape and buffer.dtype == live.dtype:
-            return buffer
-        return torch.empty(live.shape, dtype=live.dtype, pin_memory=live.device.type == "cuda")
 
 
 class BackgroundJob:

@@ -62,7 +62,11 @@ def check_plugin(plugin: object) -> None:
     if isinstance(plugin, type):
         raise ConfigTypeError(f"{plugin.__name__} is a class; pass an instance: {plugin.__name__}().")
     phase_of(plugin)
-    _check_events(plugin)
+    for event in getattr(plugin, "events", ()):
+        if event not in _EVENT_NAMES:
+            near = nearest_name(event, _EVENT_NAMES)
+            hint = f" Did you mean Event.{near.upper()}?" if near else ""
+            raise ConfigTypeError(f"{plugin_name(plugin)}.events holds {event!r}; expected members of Event.{hint}")
     _check_spelling(plugin)
     for method, expected in _FORMS.items():
         if _defines(plugin, method) and (method != "close" or _parameters(plugin, method)):
@@ -175,14 +179,6 @@ def _has_form(plugin: object, method: str, expected: tuple[str, ...]) -> bool:
     except TypeError:
         return False
     return all(names.index(name) == place for place, name in enumerate(expected) if name in names)
-
-
-def _check_events(plugin: object) -> None:
-    for event in getattr(plugin, "events", ()):
-        if event not in _EVENT_NAMES:
-            near = nearest_name(event, _EVENT_NAMES)
-            hint = f" Did you mean Event.{near.upper()}?" if near else ""
-            raise ConfigTypeError(f"{plugin_name(plugin)}.events holds {event!r}; expected members of Event.{hint}")
 
 
 def _check_spelling(plugin: object) -> None:

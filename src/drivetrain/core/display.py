@@ -23,7 +23,7 @@ def printable(text: str) -> str:
     >>> printable("loss\x1b[2J\nok")
     'loss\\x1b[2J\\nok'
     """
-    return _HIDDEN.sub(_escape, text) if _HIDDEN.search(text) else text
+    return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
 def printable_lines(text: str) -> str:
@@ -56,10 +56,6 @@ def spreadsheet_cell(value: object) -> str | int | float | None:
     except ValueError:
         return "'" + text
     return text if text[0] in "+-" else "'" + text
-
-
-def _escape(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape", "surrogatepass").decode()
 
 
 def _json_escape(found: re.Match[str]) -> str:

@@ -112,7 +112,8 @@ class Engine:
         self._timed = False
         self._measured: dict[tuple[Event, int], list[float]] = {}
         self._passes: list[AlgorithmPass] = []
-        self._plugins: tuple[object, ...] = ()
+        self.plugins: tuple[Any, ...] = ()
+        """The plugins in the user's order; `set_plugins` changes them."""
         self._found: dict[Event, tuple[Binding, ...]] = {}
         self._bindings: dict[Event, tuple[Binding, ...]] = {}
         self._calls: _RunLists = _RunLists()
@@ -124,11 +125,6 @@ class Engine:
         for one in _pass_list(algorithm_passes):
             self._insert_pass(*(one if isinstance(one, tuple) else (one, -1)))
         self.set_plugins(plugins)
-
-    @property
-    def plugins(self) -> tuple[Any, ...]:
-        """The plugins in the user's order."""
-        return self._plugins
 
     def set_plugins(self, plugins: Iterable[object]) -> None:
         """Check the plugins and sort every event's list; they run from the next event on."""
@@ -142,7 +138,7 @@ class Engine:
         attending = {event: [plugin for plugin in plugins if found[event][id(plugin)]] for event in Event}
         orders = order_events(plugins, attending)
         passed = {event: self._pass(order, event) for event, order in orders.items()}
-        self._plugins = plugins
+        self.plugins = plugins
         self._measured = {key: value for key, value in self._measured.items() if key[1] in map(id, plugins)}
         self._found = {
             event: tuple(binding for plugin in passed[event] for binding in found[event][id(plugin)]) for event in Event
@@ -174,7 +170,7 @@ class Engine:
         This is how hooks outside the loop (`on_exception`) and events of the user's own are called.
         """
         self._require_open()
-        for plugin in self._plugins:
+        for plugin in self.plugins:
             call_named(plugin, name, self._host(), arguments)
 
     def listens(self, event: Event) -> bool:
@@ -193,7 +189,7 @@ class Engine:
         """Add a function `(algorithms, event) -> algorithms` that has the last word on the order; -1 puts it last."""
         self._require_open()
         self._insert_pass(algorithm_pass, index)
-        self.set_plugins(self._plugins)
+        self.set_plugins(self.plugins)
 
     @property
     def timed(self) -> bool:
@@ -221,7 +217,7 @@ class Engine:
         """Let every plugin finish, `close` first and `post_close` when all have closed; the engine stays usable."""
         errors: list[Exception] = []
         for method, arguments in (("close", (self.state, self.logger)), ("post_close", ())):
-            for plugin in self._plugins:
+            for plugin in self.plugins:
                 try:
                     call_closing(plugin, method, arguments)
                 except Exception as error:  # the others must be closed too; the first error is raised below

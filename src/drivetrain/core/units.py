@@ -148,7 +148,13 @@ class Time(Ordered):
             near = nearest_name(suffix, TimeUnit._value2member_map_)
             hint = f" Did you mean {number + near!r}?" if near else ""
             raise ConfigError(f"{timestring!r} has an unknown time unit {suffix!r}.{hint} {_FORMS}")
-        return cls(_read_number(number, timestring), TimeUnit(suffix))
+        try:
+            count = Decimal(number)
+        except InvalidOperation:
+            raise ConfigError(f"{timestring!r} is not a time. {_FORMS}") from None
+        if count and count.adjusted() > _LARGEST_EXPONENT:
+            raise ConfigError(f"{timestring!r} is larger than 1e{_LARGEST_EXPONENT}, the limit.")
+        return cls(_number(count), TimeUnit(suffix))
 
     @classmethod
     def from_input(cls, value: TimeLike, default_int_unit: TimeUnit | str | None = None) -> "Time":
@@ -287,16 +293,6 @@ def _checked(value: int | float, unit: TimeUnit) -> int | float:
             raise ConfigTypeError(f"'{number}{unit}' is not whole. {unit.name.lower()} is a count: write {whole}.")
         number = int(number)
     return number
-
-
-def _read_number(text: str, timestring: str) -> int | float:
-    try:
-        number = Decimal(text)
-    except InvalidOperation:
-        raise ConfigError(f"{timestring!r} is not a time. {_FORMS}") from None
-    if number and number.adjusted() > _LARGEST_EXPONENT:
-        raise ConfigError(f"{timestring!r} is larger than 1e{_LARGEST_EXPONENT}, the limit.")
-    return _number(number)
 
 
 def _number(number: Decimal) -> int | float:

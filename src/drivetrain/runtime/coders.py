@@ -23,6 +23,7 @@ from torch import Tensor
 from drivetrain.core.containers import field_values, is_dataclass, is_namedtuple
 from drivetrain.core.errors import StateError, unknown_name
 from drivetrain.core.types import StateDict
+from drivetrain.runtime.seeds import random_state, set_random_state
 
 if TYPE_CHECKING:
     from drivetrain.runtime.codec import Packer, Unpacker
@@ -188,11 +189,6 @@ def _numpy_bits(content: Content) -> np.random.BitGenerator:
     return made
 
 
-def _random_state(value: random.Random) -> StateDict:
-    version, words, gauss = value.getstate()
-    return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
-
-
 GENERATORS: dict[str, Generators] = {
     "generator": Generators(
         lambda value: isinstance(value, torch.Generator),
@@ -214,11 +210,9 @@ GENERATORS: dict[str, Generators] = {
     ),
     "random": Generators(
         lambda value: isinstance(value, random.Random) and not isinstance(value, random.SystemRandom),
-        _random_state,
+        random_state,
         lambda content: random.Random(),
-        lambda generator, content: generator.setstate(
-            (content["version"], tuple(content["words"].tolist()), content["gauss"])
-        ),
+        set_random_state,
     ),
 }
 

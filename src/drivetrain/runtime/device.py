@@ -7,6 +7,7 @@ of this process's local rank.
 import math
 import os
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,16 +111,10 @@ def usable_cpus() -> int:
     """Return how many CPUs this process may use, by its affinity and its container's quota."""
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    return max(1, min(count, _cpu_quota() or count))
-
-
-def _cpu_quota() -> int | None:
-    """Return the CPU limit of the control group this process runs in, rounded up; None without one."""
-    try:
+    with suppress(OSError, ValueError):  # not Linux, an older control group, or the word "max"
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
-        return math.ceil(int(quota) / int(period))
-    except (OSError, ValueError):  # not Linux, an older control group, or the word "max"
-        return None
+        count = min(count, math.ceil(int(quota) / int(period)))
+    return max(1, count)
 
 
 def device_memory(device: str | torch.device | None = "auto") -> tuple[int, int]:

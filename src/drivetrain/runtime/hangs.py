@@ -146,7 +146,8 @@ class RankWatch:
             if self._store is not None and self._store.check(["hang"]):
                 self._end(stuck, f"another rank reports: {self._store.get('hang').decode(errors='replace')}")
             if self._limit is not None and stuck > self._limit:
-                patient = last[0] == first[0] or _is_patient()
+                running = [frame.f_code.co_filename for frame in _main_frames()]
+                patient = last[0] == first[0] or any(part in file for file in running for part in PATIENT)
                 if stuck > self._limit * (PATIENCE if patient else 1):
                     self._end(stuck, f"hang_timeout is {self._limit:g} s{f' × {PATIENCE} here' if patient else ''}")
             if self._store is not None and now - compared > EXCHANGE_SECONDS:
@@ -229,10 +230,6 @@ def _main_frames() -> list[FrameType]:
         frames.append(frame)
         frame = frame.f_back
     return frames
-
-
-def _is_patient() -> bool:
-    return any(part in frame.f_code.co_filename for frame in _main_frames() for part in PATIENT)
 
 
 def _stacks() -> str:

@@ -74,7 +74,11 @@ def launch(
     if in_launched_process():
         return [function(*args)]
     num_workers = _num_workers(nproc_per_node)
-    _check_nodes(nnodes, node_rank, master_port, max_restarts)
+    if nnodes < 1 or not 0 <= node_rank < nnodes:
+        raise ConfigError(f"node_rank={node_rank} does not fit nnodes={nnodes}: nodes have numbers from 0 on.")
+    if master_port is not None and not 0 < master_port < 65536:
+        raise ConfigError(f"master_port: {master_port!r} is not a port from 1 to 65535, or None for a free one.")
+    check_count("max_restarts", max_restarts, at_least=0, hint=", which stops at the first failure")
     start_method = _start_method(function, args)
 
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -170,14 +174,6 @@ def _num_workers(nproc_per_node: int | str) -> int:
         with _environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):  # counting must not start CUDA, or forking is over
             return max(1, torch.accelerator.device_count())
     return check_count("nproc_per_node", nproc_per_node, hint=", or 'auto' for one per accelerator")
-
-
-def _check_nodes(nnodes: int, node_rank: int, master_port: int | None, max_restarts: int) -> None:
-    if nnodes < 1 or not 0 <= node_rank < nnodes:
-        raise ConfigError(f"node_rank={node_rank} does not fit nnodes={nnodes}: nodes have numbers from 0 on.")
-    if master_port is not None and not 0 < master_port < 65536:
-        raise ConfigError(f"master_port: {master_port!r} is not a port from 1 to 65535, or None for a free one.")
-    check_count("max_restarts", max_restarts, at_least=0, hint=", which stops at the first failure")
 
 
 def _start_method(function: Callable[..., object], args: Sequence[object]) -> Literal["spawn", "fork"]:

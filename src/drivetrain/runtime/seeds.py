@@ -85,13 +85,20 @@ def _seed_python_and_numpy(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
+def random_state(generator: Any) -> StateDict:
+    """Return the state of one of Python's generators, or of the module `random`."""
+    version, words, gauss = generator.getstate()
+    return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
+
+
+def set_random_state(generator: Any, state: StateDict) -> None:
+    """Restore the result of `random_state`."""
+    generator.setstate((state["version"], tuple(state["words"].tolist()), state["gauss"]))
+
+
 def capture_rng() -> StateDict:
     """Return the state of all shared generators of this process, in plain values and tensors."""
-    version, words, gauss = random.getstate()
-    state: StateDict = {
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
-        "torch": torch.get_rng_state(),
-    }
+    state: StateDict = {"python": random_state(random), "torch": torch.get_rng_state()}
     if "numpy.random" in sys.modules:  # never imported: never used, and there is nothing to keep
         legacy = sys.modules["numpy.random"].get_state(legacy=False)
         state["numpy"] = {
@@ -127,8 +134,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     missing = {"python", "torch"} - set(state)
     if missing:
         raise StateError(f"random state: {sorted(missing)} missing in {sorted(state)}. Pass that of capture_rng().")
-    python = state["python"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    set_random_state(random, state["python"])
     torch.set_rng_state(state["torch"].cpu())
     if "numpy" in state:
         import numpy as np
