@@ -122,7 +122,7 @@ class Timestamp(Ordered):
         if not isinstance(other, Time | str):
             return NotImplemented
         time = Time.from_input(other)
-        return how(self.get(time.unit), time)
+        return how(getattr(self, unit_field(time.unit)), time.value)
 
 
 FIELDS: tuple[str, ...] = tuple(field.name for field in fields(Timestamp))
