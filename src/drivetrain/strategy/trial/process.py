@@ -100,7 +100,7 @@ class TrialProcess:
         with suppress(BrokenPipeError, ConnectionResetError):
             self._pipe.send_bytes(message)
 
-    def hear(self, report: Report, seconds: float) -> None:
+    def read(self, report: Report, seconds: float) -> None:
         """Read the lines that arrive within some seconds into a report. Return after the first ones, or when the process ends."""
         ready = wait([self._pipe, self._process.sentinel], seconds)
         self._resident = max(self._resident, resident_bytes_of(self.pid))
@@ -111,7 +111,7 @@ class TrialProcess:
                 self.is_ready = True
                 if line["event"] == "received":
                     self.is_received, report.state = True, "over"
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # also in the middle of a message
             ready.append(self._process.sentinel)
         if self._process.sentinel in ready:
             self._process.join(5)
@@ -191,7 +191,7 @@ class _Service:
         self.pipe.send({"event": event, **values})
 
     def run(self) -> None:
-        warnings.simplefilter("ignore")  # the caller hears them when a plan is applied
+        warnings.simplefilter("ignore")  # applying the plan in the caller repeats them
         self.tell("ready")
         try:
             sent = self.pipe.recv()

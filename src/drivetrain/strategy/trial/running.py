@@ -133,7 +133,7 @@ class TrialPool(AbstractContextManager["TrialPool"]):
             return self._obstacle
         report = Report()
         try:
-            self._hand_over(report, time.monotonic() + START_SECONDS if deadline is None else deadline)
+            self._send_task(report, time.monotonic() + START_SECONDS if deadline is None else deadline)
         except BaseException:
             self.close()
             raise
@@ -159,7 +159,7 @@ class TrialPool(AbstractContextManager["TrialPool"]):
         is_free = self._forked is None and not is_distributed() and not torch.cuda.is_initialized()
         return is_free and self.device.type == "cpu" and sys.platform == "linux"
 
-    def _hand_over(self, report: Report, deadline: float) -> None:
+    def _send_task(self, report: Report, deadline: float) -> None:
         """Start a process and give it the task; all ranks go through this together."""
         self._agree_on_address()
         payload = _payload(self.task) if self._forked is None else pickle.dumps(None)
@@ -228,11 +228,11 @@ class TrialPool(AbstractContextManager["TrialPool"]):
         return {name: str(value) for name, value in values.items()} | self._meeting
 
     def _watch(self, report: Report, check_time: Callable[[], None], is_over: Callable[[], bool] | None = None) -> None:
-        """Hear this rank's process until all ranks are through, or one has failed; all ranks return together."""
+        """Read from this rank's process until all ranks are done, or one has failed; all ranks return together."""
         echo_ends: float | None = None
         while True:
             if self._process is not None and report.state == "running" and not (is_over is not None and is_over()):
-                self._process.hear(report, _TICK)
+                self._process.read(report, _TICK)
                 check_time()
             else:
                 time.sleep(_TICK / 2)  # another rank is not through yet
