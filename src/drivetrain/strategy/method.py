@@ -408,16 +408,6 @@ def is_whole(value: object, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def dtype_name(value: object) -> str:
-    """Return the name of a dtype that was given as a dtype, a name or a short name.
-
-    >>> dtype_name("bf16"), dtype_name(torch.float16)
-    ('bfloat16', 'float16')
-    """
-    name = str(value).removeprefix("torch.")
-    return {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}.get(name, name)
-
-
 def qualified_name(cls: type) -> str:
     """Return the full name of a class, as plans write it."""
     return f"{cls.__module__}.{cls.__qualname__}"

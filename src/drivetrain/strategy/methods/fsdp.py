@@ -27,7 +27,6 @@ from drivetrain.strategy.method import (
     Site,
     Stage,
     as_selectors,
-    dtype_name,
     is_whole,
     selected,
 )
@@ -177,6 +176,16 @@ def shard_over_data(ctx: "Application", config: FsdpConfig) -> None:
         materialise(ctx.model, ctx.device if not cpu_offload else torch.device("cpu"), config.param_init_fn)
     for buffer in ctx.model.buffers():
         buffer.data = buffer.data.to(ctx.device)
+
+
+def dtype_name(value: object) -> str:
+    """Return the name of a dtype that was given as a dtype, a name or a short name.
+
+    >>> dtype_name("bf16"), dtype_name(torch.float16)
+    ('bfloat16', 'float16')
+    """
+    name = str(value).removeprefix("torch.")
+    return {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}.get(name, name)
 
 
 def sharding_options(method: Method, scope: "SearchScope") -> list[Option]:

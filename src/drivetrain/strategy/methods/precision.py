@@ -17,9 +17,9 @@ from drivetrain.module.distributed_tensors import is_dtensor, like_sharded, sync
 from drivetrain.module.fp8 import Format, Recipe, convert_linears_to_fp8, supports_fp8
 from drivetrain.module.optimizers import host_copy, with_master_weights
 from drivetrain.module.wrapping import named_clean_parameters
-from drivetrain.strategy.method import Method, Option, Positive, Site, Stage, dtype_name
+from drivetrain.strategy.method import Method, Option, Positive, Site, Stage
 from drivetrain.strategy.methods.cpu_offload import pins_memory
-from drivetrain.strategy.methods.fsdp import SHARDING
+from drivetrain.strategy.methods.fsdp import SHARDING, dtype_name
 from drivetrain.strategy.registry import find_method
 
 if TYPE_CHECKING:
