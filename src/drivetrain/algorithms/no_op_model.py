@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drivetrain.algorithms.surgery import rebind_units, torch_optimizers
+from drivetrain.algorithms.surgery import ModelSurgery, rebind_units, torch_optimizers
 from drivetrain.context.state import State
-from drivetrain.core import Algorithm, Event, Logger
+from drivetrain.core import Event, Logger
 from drivetrain.core.containers import leaves
 
 
@@ -31,17 +31,11 @@ class NoOpModelClass(nn.Module):
         return f"in place of {self.original_name}"
 
 
-class NoOpModel(Algorithm):
+class NoOpModel(ModelSurgery):
     """Replaces model and loss, and lets the optimizers train the one weight that is left."""
 
-    allow_multiple = False
-    events = frozenset({Event.INIT})
-    writes = ("model", "optimizers")
     before = ("#surgery",)
-
-    @staticmethod
-    def required_on_load() -> bool:
-        return True
+    tags: frozenset[str] = frozenset()
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if isinstance(state.model, NoOpModelClass):

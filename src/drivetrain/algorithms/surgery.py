@@ -152,12 +152,12 @@ def replace_norms(
         warn_no_effect(f"{name} found no {norm.__name__} in {type(model).__name__}.")
 
 
-class LowPrecisionNorm(Algorithm):
+class LowPrecisionNorm(ModelSurgery):
     """The timing: once, after all other changes to the model."""
 
-    allow_multiple = False
     writes = ("model",)
     after = ("#surgery",)
+    tags: frozenset[str] = frozenset()
     replace: Callable[..., None]
 
     def __init__(self, apply_at: Event | str = Event.INIT):
@@ -166,10 +166,6 @@ class LowPrecisionNorm(Algorithm):
             raise ConfigError(unknown_name("event", name, valid, where=f"{self}(apply_at=)"))
         self.apply_at = Event(apply_at)
         self.events = frozenset({self.apply_at})
-
-    @staticmethod
-    def required_on_load() -> bool:
-        return True
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         self.replace(model_of(state, str(self)), state.precision, torch_optimizers(state))

@@ -14,18 +14,9 @@ from drivetrain.train.callbacks.ema import ModelEma
 from drivetrain.train.loaders import LIMIT_BATCHES_ENV_VAR, DataLoaderSlice, LimitBatches, limit_from_environment
 
 __all__ = [
-    "LIMIT_BATCHES_ENV_VAR",
-    "DataLoaderSlice",
-    "LimitBatches",
-    "ModelEma",
-    "limit_from_environment",
-    "local_process_zero_first",
-    "local_process_zero_only",
-    "remove_padding",
-    "set_seed",
-    "worker_init_fn",
-    "world_process_zero_only",
-]
+    "LIMIT_BATCHES_ENV_VAR", "DataLoaderSlice", "LimitBatches", "ModelEma", "limit_from_environment", "local_process_zero_first",
+    "local_process_zero_only", "remove_padding", "set_seed", "worker_init_fn", "world_process_zero_only",
+]  # fmt: skip
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -10,12 +10,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".loading": ["LoadReport"],
         ".moving": ["move_to_device", "move_optimizer_state"],
         "drivetrain.runtime.codec": ["pack", "unpack"],
-        ".batch": [
-            "batch_get",
-            "batch_set",
-            "infer_target_type",
-            "ensure_targets_one_hot",
-            "check_for_index_targets",
-        ],
+        ".batch": "batch_get batch_set infer_target_type ensure_targets_one_hot check_for_index_targets".split(),
     },
 )

@@ -3,9 +3,5 @@
 from drivetrain.core.lazy import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
-    __name__,
-    {
-        ".primitives": ["augmentation_sets"],
-        ".datasets": ["with_transform"],
-    },
+    __name__, {".primitives": ["augmentation_sets"], ".datasets": ["with_transform"]}
 )
