@@ -6,7 +6,6 @@ and the value projection are new.
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -91,8 +90,7 @@ Plan = dict[nn.Module, Callable[[], nn.Module]]
 """Which modules to replace, and what makes their replacements."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gating:
+class Gating(NamedTuple):
     """What an adapter needs to build gated layers."""
 
     act_fn: Activation
@@ -111,10 +109,7 @@ _by_class: dict[type[nn.Module] | str, FeedForwardAdapter] = {}
 
 
 def register_feed_forward(
-    cls: type[nn.Module] | str,
-    *,
-    activation: Callable[[nn.Module], Any],
-    plan: Callable[[nn.Module, Gating], Plan],
+    cls: type[nn.Module] | str, *, activation: Callable[[nn.Module], Any], plan: Callable[[nn.Module, Gating], Plan]
 ) -> None:
     """Define how to gate the layers of a class, or of all classes of a name.
 
@@ -158,11 +153,7 @@ def _plan_torch(layer: Any, gating: Gating) -> Plan:
         return {}
     sizes = (layer.linear1.in_features, layer.linear1.out_features)
     layer.activation = nn.Identity()
-    return {
-        layer.linear1: lambda: GatedProjection(
-            *sizes, gating.act_fn, gating.gated_layer_bias, gating.non_gated_layer_bias
-        )
-    }
+    return {layer.linear1: lambda: GatedProjection(*sizes, *gating)}
 
 
 for _bert in ("BertLayer", "RobertaLayer"):
@@ -192,7 +183,7 @@ def apply_gated_linear_units(
     if not layers:
         return  # done before
     act_fn = _activation_of(layers) if act_fn is None else act_fn
-    gating = Gating(act_fn=act_fn, gated_layer_bias=gated_layer_bias, non_gated_layer_bias=non_gated_layer_bias)
+    gating = Gating(act_fn, gated_layer_bias, non_gated_layer_bias)
     plan: Plan = {}
     for layer, adapter in layers:
         plan |= adapter.plan(layer, gating)
@@ -224,10 +215,7 @@ class GatedLinearUnits(ModelSurgery):
     """Gates the feed-forward networks of the model."""
 
     def __init__(
-        self,
-        act_fn: Activation | str | None = None,
-        gated_layer_bias: bool = False,
-        non_gated_layer_bias: bool = False,
+        self, act_fn: Activation | str | None = None, gated_layer_bias: bool = False, non_gated_layer_bias: bool = False
     ):
         if isinstance(act_fn, str):
             if not hasattr(F, act_fn):

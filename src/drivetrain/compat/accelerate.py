@@ -80,6 +80,7 @@ def _reject_unused(accelerator: Any) -> None:
 METADATA = ("trainer_metadata.pt", "trainer_metadata.json")
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 OPTIMIZER, SCALER = "optimizer.bin", "scaler.pt"
+_PARTS = "pytorch_model_fsdp* optimizer_[0-9]*.bin model_[0-9]*.safetensors *.index.json mp_rank_* zero_*".split()
 SCHEDULERS = ("scheduler.bin", "custom_checkpoint_0.pkl")
 """A scheduler that accelerate prepared, and one that was registered with it, as pytorch-accelerated does at every save."""
 WAY_OUT = (
@@ -96,7 +97,11 @@ def recognizes(folder: Path) -> bool:
 
 def restore(state: State, folder: Path) -> None:
     """Load the folder into a state whose next epoch is then the one the folder names."""
-    _check_not_sharded(folder)
+    several = [path for pattern in _PARTS for path in folder.glob(pattern)]
+    if several:
+        raise ResumeError(
+            f"{folder} holds a state in several parts ({several[0].name}), which only accelerate can join. {WAY_OUT}"
+        )
     metadata = _read_metadata(folder)
     weights = _first_file(folder, WEIGHTS)
     if weights is None:
@@ -119,7 +124,13 @@ def restore(state: State, folder: Path) -> None:
     load_clean_state_dict(state.model, tensors)
     for name, saved, holder in found:
         if holder is not None:
-            _load_into(holder, saved, name, folder)
+            try:
+                holder.load_state_dict(saved)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise ResumeError(
+                    f"{folder}: the state of the {name} does not fit {type(holder).__name__} ({type(error).__name__}: {error}). Use the "
+                    f"{name} of the run that wrote it."
+                ) from None
     state.custom_entries = metadata
     # The run begins at the start of an epoch; counts within it follow from the loader's length, where it has one.
     clock, batches, epochs = state.clock, loaders.length(state.dataloader), int(metadata["current_epoch"]) - 1
@@ -134,15 +145,6 @@ def restore(state: State, folder: Path) -> None:
             "random numbers.",
             DrivetrainWarning,
             stacklevel=2,
-        )
-
-
-def _check_not_sharded(folder: Path) -> None:
-    patterns = "pytorch_model_fsdp* optimizer_[0-9]*.bin model_[0-9]*.safetensors *.index.json mp_rank_* zero_*".split()
-    several = [path for pattern in patterns for path in folder.glob(pattern)]
-    if several:
-        raise ResumeError(
-            f"{folder} holds a state in several parts ({several[0].name}), which only accelerate can join. {WAY_OUT}"
         )
 
 
@@ -184,16 +186,6 @@ def _read_tensors(path: Path) -> StateDict:
         if type(error).__name__ != "SafetensorError":
             raise
         raise ResumeError(f"{path} is damaged ({error}). {WAY_OUT}") from None
-
-
-def _load_into(holder: Any, saved: Any, name: str, folder: Path) -> None:
-    try:
-        holder.load_state_dict(saved)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ResumeError(
-            f"{folder}: the state of the {name} does not fit {type(holder).__name__} ({type(error).__name__}: {error}). Use the {name} of "
-            "the run that wrote it."
-        ) from None
 
 
 def _first_file(folder: Path, names: tuple[str, ...]) -> Path | None:

@@ -14,15 +14,8 @@ from drivetrain.experiment.parameters import Parameter, ParameterGroup
 from drivetrain.experiment.plugins import app
 
 __all__ = [
-    "Error",
-    "Experiment",
-    "ExperimentError",
-    "ExperimentGroup",
-    "Parameter",
-    "ParameterGroup",
-    "ValidationError",
-    "app",
-]
+    "Error", "Experiment", "ExperimentError", "ExperimentGroup", "Parameter", "ParameterGroup", "ValidationError", "app",
+]  # fmt: skip
 
 _HOMES = {
     "drivetrain.context.context": "Context TorchContext=Context",

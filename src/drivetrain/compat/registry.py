@@ -60,7 +60,7 @@ EXPORTS = {
             "CosineAnnealingWarmRestartsScheduler CosineAnnealingWithWarmupScheduler ExponentialScheduler InverseSqrtScheduler "
             "LinearScheduler LinearWithWarmupScheduler MultiStepScheduler MultiStepWithWarmupScheduler OneCycleScheduler "
             "PolynomialScheduler PolynomialWithWarmupScheduler StepScheduler WSDScheduler compile_composer_scheduler"
-        ).split(),
+        ).split()
     },
 }
 

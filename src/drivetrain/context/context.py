@@ -9,7 +9,7 @@ stays one object. Optimizers come last, when their parameters are where they wil
 """
 
 import logging
-from collections.abc import ItemsView, Mapping
+from collections.abc import Callable, ItemsView, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
@@ -312,18 +312,15 @@ class Context(ItemHolder):
 _RESERVED = frozenset(name for name, value in vars(Context).items() if callable(value) and not name.startswith("_"))
 
 
-class Restorer(Protocol):
-    """Loads a Context from the run's checkpoint.
+Restorer = Callable[[Context], Mapping[str, object] | None]
+"""Loads a Context from the run's checkpoint and returns what `capture_rng` had returned, or None to leave random states alone.
 
-    Reading checkpoints belongs to a folder above this one, so whoever starts a run that begins from a checkpoint sets `run.restore`. The
-    random states are applied last, because moving and distributing draw random numbers and reseed.
-    """
-
-    def __call__(self, context: "Context") -> Mapping[str, object] | None:
-        """Load the Context and return what `capture_rng` had returned, or None to leave random states alone."""
+Reading checkpoints belongs to a folder above this one, so whoever starts a run that begins from a checkpoint sets `run.restore`. The
+random states are applied last, because moving and distributing draw random numbers and reseed.
+"""
 
 
-def _restore(context: "Context", run: ExperimentRun) -> Mapping[str, object] | None:
+def _restore(context: Context, run: ExperimentRun) -> Mapping[str, object] | None:
     restorer: Restorer | None = getattr(run, "restore", None)
     if restorer is None:
         if run.params.get("checkpoint") is not None:
@@ -337,7 +334,7 @@ def _restore(context: "Context", run: ExperimentRun) -> Mapping[str, object] | N
     return restorer(context)
 
 
-def _check_exact(context: "Context") -> None:
+def _check_exact(context: Context) -> None:
     """Reject a resume of a Context with a loader without state, whose position in the data is not known."""
     unknown = [(path, item) for path, kind, item in walk(context) if kind is OTHER_KIND]
     lost = [path for path, item in unknown if isinstance(item, torch.utils.data.DataLoader)]
