@@ -151,9 +151,9 @@ def _plan_torch(layer: Any, gating: Gating) -> Plan:
     """Gate torch's encoder or decoder layer: its first projection computes the gated product, its activation is done by then."""
     if isinstance(layer.linear1, GatedProjection):
         return {}
-    sizes = (layer.linear1.in_features, layer.linear1.out_features)
+    in_features, out_features = layer.linear1.in_features, layer.linear1.out_features
     layer.activation = nn.Identity()
-    return {layer.linear1: lambda: GatedProjection(*sizes, *gating)}
+    return {layer.linear1: lambda: GatedProjection(in_features, out_features, *gating)}
 
 
 for _bert in ("BertLayer", "RobertaLayer"):
