@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from drivetrain.context.state import State
 from drivetrain.core.arguments import naming
 from drivetrain.core.errors import (
     ConfigError,
@@ -63,58 +64,75 @@ _HOOKS = ("calculate_train_batch_loss", "forward", "compute_loss", "backward_ste
 """What a trial would have to call to run this Trainer's own step."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """A Trainer that is about to train, and the run that its plan is for."""
+    """What planning needs to know about a Trainer that is about to train."""
 
-    trainer: "Trainer"
+    state: State  # model, loss and optimizer, which the plan changes
     settings: TrainSettings
+    device: torch.device
+    strategy: object  # the plan in any form that `Strategy.load` reads, or "auto"
+    strict: bool
+    time_limit: float | None
+    precision: str | Precision | None  # as requested; None: the plan decides
+    has_scaler: bool
     dataset: object  # what `train()` was given: a dataset, or a loader
+    collate: Callable[..., object] | None
     loader: object  # the training loader, where it was made already
+    find_form: Callable[[object, object, bool], BatchForm]
+    outputs_are_read: bool  # by anything but the loss function, in training
+    has_train_metrics: bool
+    overridden_hooks: tuple[str, ...]  # which a trial would have to call
+    ddp_settings: dict[str, bool]
+    file: Path | None  # where the run saves its plan; None where it keeps no files
+    report: Callable[[str], None] | None  # prints the progress of the search
 
     @property
-    def device(self) -> torch.device:
-        """The device of the Trainer."""
-        return torch.device(self.trainer.device)
-
-    @property
-    def precision(self) -> str | Precision | None:
-        """The requested precision; None: the plan decides."""
-        return self.trainer.run.shared.options.precision
+    def optimizer(self) -> object:
+        """The optimizer as given, or None."""
+        return self.state.optimizers[0] if self.state.optimizers else None
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer, if a plan can create it again."""
-        optimizer = self.trainer.optimizer
-        return optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-
-    @property
-    def file(self) -> Path | None:
-        """Where the run saves its plan; None where it keeps no files."""
-        run, folder = current_run(), self.settings.checkpoint_dir
-        folder = folder if run is None else run.folder
-        return None if folder is None else Path(folder) / "strategy.json"
-
-    @property
-    def outputs_are_read(self) -> bool:
-        """Whether anything but the loss function reads the model's outputs in training."""
-        trainer, engine = self.trainer, self.trainer.engine
-        return (
-            bool(trainer.run.measures.train_metrics)
-            or any(engine.listens(event) for event in (Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.STEP_OUTPUT))
-            or engine.has_algorithm_for(Event.AFTER_LOSS)
-            or any(trainer.overrides(name) for name in ("forward", "compute_loss", "calculate_train_batch_loss"))
-        )
+        return self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else None
 
     def form_of(self, batch: object, model: object) -> BatchForm:
         """Return how a batch is passed to a model."""
-        return self.trainer.run.loss.find_form(batch, model, self.trainer.loss_func is not None)
+        return self.find_form(batch, model, self.state.loss_fn is not None)
 
 
 def request_of(trainer: "Trainer") -> PlanRequest:
     """Return what planning needs to know about a Trainer."""
-    settings = trainer.settings or TrainSettings(num_epochs=1)
-    return PlanRequest(trainer, settings, trainer.train_dataset, trainer.run.data.train)
+    run, engine = trainer.run, trainer.engine
+    settings, active = trainer.settings or TrainSettings(num_epochs=1), current_run()
+    folder = settings.checkpoint_dir if active is None else active.folder
+    has_train_metrics = bool(run.measures.train_metrics)
+    reading_events = (Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.STEP_OUTPUT)
+    reading_hooks = ("forward", "compute_loss", "calculate_train_batch_loss")
+    return PlanRequest(
+        state=trainer.state,
+        settings=settings,
+        device=torch.device(trainer.device),
+        strategy=trainer.strategy,
+        strict=trainer.strict,
+        time_limit=trainer.strategy_time_limit,
+        precision=run.shared.options.precision,
+        has_scaler=trainer.runtime.scaler is not None,
+        dataset=trainer.train_dataset,
+        collate=trainer.collate_fn,
+        loader=run.data.train,
+        find_form=run.loss.find_form,
+        outputs_are_read=has_train_metrics
+        or any(map(engine.listens, reading_events))
+        or engine.has_algorithm_for(Event.AFTER_LOSS)
+        or any(map(trainer.overrides, reading_hooks)),
+        has_train_metrics=has_train_metrics,
+        overridden_hooks=tuple(filter(trainer.overrides, _HOOKS)),
+        ddp_settings=ddp_settings(trainer),
+        file=None if folder is None else Path(folder) / "strategy.json",
+        report=trainer.print if len(trainer.callback_handler) else None,
+    )
 
 
 def apply_strategy(trainer: "Trainer") -> None:
@@ -128,6 +146,8 @@ def apply_strategy(trainer: "Trainer") -> None:
         return
     request = request_of(trainer)
     trainer.plan, app = _apply(request)
+    if request.file is not None and trainer.writes_files and is_master():
+        trainer.plan.save(request.file)
     is_shared = num_data_ranks() != get_num_processes()
     run.shared.data_ranks = (data_rank(), num_data_ranks(), data_group()) if is_shared else None
     loaders.use_data_ranks(run.shared)
@@ -151,12 +171,12 @@ def apply_strategy(trainer: "Trainer") -> None:
 
 def _apply(request: PlanRequest) -> tuple[Strategy, Application]:
     """Find or read the plan, check it against the loop, and apply it to the State. Return the applied plan."""
-    trainer, model, world = request.trainer, request.trainer.model, get_num_processes()
+    model, world = request.state.model, get_num_processes()
     check_model(model, "Trainer(strategy=)")
-    is_auto = isinstance(trainer.strategy, str) and trainer.strategy == "auto"
+    is_auto = isinstance(request.strategy, str) and request.strategy == "auto"
     if not is_auto:
-        with naming("strategy", trainer.strategy):
-            plan = Strategy.load(trainer.strategy)
+        with naming("strategy", request.strategy):
+            plan = Strategy.load(request.strategy)
     elif request.settings.resume_from is not None and request.file is not None and request.file.is_file():
         plan = Strategy.load(request.file)
     else:
@@ -164,25 +184,22 @@ def _apply(request: PlanRequest) -> tuple[Strategy, Application]:
     if plan.mesh is not None and mesh_size(plan.mesh) != world:
         plan = plan.rescale(world)
     try:
-        resolved = resolve_plan(plan, model=model, device=request.device, world=world, strict=trainer.strict)
+        resolved = resolve_plan(plan, model=model, device=request.device, world=world, strict=request.strict)
         _check(request, resolved)
     except StrategyError as error:
-        if not is_auto or trainer.strict:
+        if not is_auto or request.strict:
             raise
         plan = plain_plan(str(error), plan)
         resolved = resolve_plan(plan, model=model, device=request.device, world=world)
     tried = () if is_auto else _verify(request, plan, resolved)
     recipe = None if request.torch_optimizer is None else recipe_of(request.torch_optimizer, model)
     can_read = _has_items(_source(request)[0])
-    app = Application(trainer.state, resolved, recipe, sample=partial(_run_samples, request) if can_read else None)
+    app = Application(request.state, resolved, recipe, sample=partial(_run_samples, request) if can_read else None)
     app.output_position, app.outputs_are_read = 0, request.outputs_are_read
-    app.ddp_settings.update(ddp_settings(trainer))
+    app.ddp_settings.update(request.ddp_settings)
     apply_to_called_model(app)
     reasons = tuple(dict.fromkeys((*plan.reasons, *tried, *resolved.reasons, *app.notes)))
-    plan = replace(plan, mesh=resolved.axes[::-1], reasons=reasons, dropped=resolved.dropped)
-    if request.file is not None and trainer.writes_files and is_master():
-        plan.save(request.file)
-    return plan, app
+    return replace(plan, mesh=resolved.axes[::-1], reasons=reasons, dropped=resolved.dropped), app
 
 
 def _verify(request: PlanRequest, plan: Strategy, resolved: ResolvedPlan) -> tuple[str, ...]:
@@ -212,7 +229,7 @@ def _run_samples(request: PlanRequest, model: nn.Module) -> object:
 def _check(request: PlanRequest, resolved: ResolvedPlan) -> None:
     """Reject what contradicts the Trainer's settings, or what it cannot do."""
     names = {method.name for _, method, _ in resolved.steps}
-    for algorithm in request.trainer.state.algorithms:
+    for algorithm in request.state.algorithms:
         same = SAME_AS_ALGORITHM.get(type(algorithm).__name__)
         if same in names:
             raise ConflictError(
@@ -228,9 +245,9 @@ def _check(request: PlanRequest, resolved: ResolvedPlan) -> None:
     if request.torch_optimizer is None and rebuilt:
         raise ConfigError(
             f"{', '.join(sorted(rebuilt))}: these methods need a torch optimizer, but the Trainer has a "
-            f"{type(request.trainer.optimizer).__name__}."
+            f"{type(request.optimizer).__name__}."
         )
-    if "chunked_cross_entropy" in names and request.trainer.run.measures.train_metrics:
+    if "chunked_cross_entropy" in names and request.has_train_metrics:
         raise ConflictError(
             "train_metrics need the model's outputs, but with chunked_cross_entropy the model returns the input of its last layer in "
             "training. Remove one of them; metrics= in evaluations works."
@@ -271,7 +288,7 @@ def _check_shared_samples(request: PlanRequest, resolved: ResolvedPlan) -> None:
         )
     if optimizer is None:
         raise UnsupportedMethodError(
-            f"a tensor or sequence axis needs a torch optimizer, but the Trainer has a {type(request.trainer.optimizer).__name__}, whose "
+            f"a tensor or sequence axis needs a torch optimizer, but the Trainer has a {type(request.optimizer).__name__}, whose "
             "units average gradients over all processes. Use one torch optimizer, or a data axis."
         )
     if resolved.site.axis("tensor") == 1:
@@ -279,7 +296,7 @@ def _check_shared_samples(request: PlanRequest, resolved: ResolvedPlan) -> None:
     dtypes = [
         m.chosen_dtype(config, resolved.site.device) for _, m, config in resolved.steps if hasattr(m, "chosen_dtype")
     ]
-    if request.trainer.runtime.scaler is not None or torch.float16 in dtypes:
+    if request.has_scaler or torch.float16 in dtypes:
         raise UnsupportedMethodError(
             "float16 with scaled gradients is not supported with a tensor axis: an overflow on one rank must be seen by all. Use bf16."
         )
@@ -311,25 +328,24 @@ def search_plan(request: PlanRequest) -> Strategy:
     from drivetrain.strategy.search.find import find_plan
 
     reject_inside_trial("Trainer(strategy='auto')")
-    trainer, device, world = request.trainer, request.device, get_num_processes()
+    model, device, world = request.state.model, request.device, get_num_processes()
     constraints = constraints_of(request)
     task, obstacle = make_task(request)
-    report = trainer.print if len(trainer.callback_handler) else None
     try:
-        plan = find_plan(task, device=device, world=world, constraints=constraints, on_progress=report)
+        plan = find_plan(task, device=device, world=world, constraints=constraints, on_progress=request.report)
         notes = [] if obstacle is None else [f"search: no plan was tried, because {obstacle}"]
-        if trainer.state.algorithms:
+        if request.state.algorithms:
             notes.append("search: plans were compared without the Trainer's algorithms")
-        mark = fingerprint(trainer.model, device, world, task.global_batch_size)
+        mark = fingerprint(model, device, world, task.global_batch_size)
         plan = replace(plan, fingerprint=mark, reasons=(*plan.reasons, *notes))
         if plan.failure is None:
             return plan
         nearest, cause = plan.failure.nearest, plan.failure.message
         if not isinstance(nearest, Strategy):
             return plain_plan(cause, plan)
-        nearest.validate(trainer.model, device, world)
+        nearest.validate(model, device, world)
     except Exception as error:  # whatever goes wrong in a search, the training does not need it
-        if trainer.strict:
+        if request.strict:
             raise
         return plain_plan(f"{type(error).__name__}: {error}")
     if is_master():
@@ -339,8 +355,8 @@ def search_plan(request: PlanRequest) -> Strategy:
 
 def constraints_of(request: PlanRequest) -> SearchConstraints:
     """Return the constraints on a plan for the Trainer's loop: the Trainer's settings win, and all processes are data ranks."""
-    trainer, optimizer = request.trainer, request.torch_optimizer
-    own = {SAME_AS_ALGORITHM.get(type(algorithm).__name__) for algorithm in trainer.state.algorithms}
+    optimizer = request.torch_optimizer
+    own = {SAME_AS_ALGORITHM.get(type(algorithm).__name__) for algorithm in request.state.algorithms}
     excluded = {*_NOT_IN_THE_LOOP, *own}
     precision = None if request.precision is None else parse_precision(request.precision).name
     included = [("amp_native", precision)] if precision in ("bf16", "fp16") else []
@@ -351,17 +367,17 @@ def constraints_of(request: PlanRequest) -> SearchConstraints:
     if request.outputs_are_read:
         excluded.add("chunked_cross_entropy")  # a model that trains returns no logits then
     return SearchConstraints(
-        time_limit=120.0 if trainer.strategy_time_limit is None else trainer.strategy_time_limit,
+        time_limit=120.0 if request.time_limit is None else request.time_limit,
         numerics="mixed" if precision is None or included else "exact",
         excluded=frozenset(method_names()) & excluded,
         included=tuple(included),
-        strict=trainer.strict,
+        strict=request.strict,
     )
 
 
 def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:
     """Return the training task, and why it cannot be tried, or None if it can."""
-    trainer, model, given = request.trainer, request.trainer.model, request.settings
+    model, given = request.state.model, request.settings
     dataset, collate = _source(request)
     source = request.dataset
     is_foreign = loaders.is_ready_loader(source) and not isinstance(source, DataLoader | loaders.DataLoaderSlice)
@@ -374,9 +390,7 @@ def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:
         samples = read_samples(dataset, collate)
     form, settings = request.form_of(samples, model), Settings()
     obstacles = [
-        f"the Trainer overrides {name}, which runs only in the Trainer itself"
-        for name in _HOOKS
-        if trainer.overrides(name)
+        f"the Trainer overrides {name}, which runs only in the Trainer itself" for name in request.overridden_hooks
     ]
     if isinstance(form, WholeForm):
         obstacles.append("the model computes its own loss(outputs, batch), which a trial cannot call")
@@ -384,12 +398,12 @@ def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:
         recipe = recipe_of(request.torch_optimizer, model)
         settings = {"optim_func": recipe.build, "optim_args": recipe.settings, "optim_param_func": recipe.groups}
     else:
-        obstacles.append(f"the optimizer is a {type(trainer.optimizer).__name__}, which a trial cannot create again")
+        obstacles.append(f"the optimizer is a {type(request.optimizer).__name__}, which a trial cannot create again")
     size = getattr(request.loader, "batch_size", None) or given.per_device_batch_size
     task = TrainingTask(
         model=model,
         call=CallByForm(form),
-        loss_func=None if obstacles else LossByForm(form, trainer.loss_func),
+        loss_func=None if obstacles else LossByForm(form, request.state.loss_fn),
         samples=samples,
         global_batch_size=given.global_batch_size or size * num_data_ranks(),
         **settings,
@@ -399,7 +413,7 @@ def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:
 
 def _source(request: PlanRequest) -> tuple[Any, Callable[..., object] | None]:
     """Return the training dataset and what makes a batch of its samples."""
-    source, collate = request.dataset, request.trainer.collate_fn
+    source, collate = request.dataset, request.collate
     if loaders.is_ready_loader(source):
         return getattr(source, "dataset", source), getattr(source, "collate_fn", collate)
     return source, collate
