@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 BAD_INPUT = 2
 NUMBER = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
 CLI = "cli"
+POSITIONAL = "values follow their option, as in --lr 0.1 or lr=0.1."
 OWN_OPTIONS = {
     "help": "Show this text and exit.",
     "print_params": "Print every value with its origin and exit.",
@@ -130,10 +131,11 @@ def parse(argv: Sequence[str], parameters: "ParameterSet") -> Command:
             return False
         return word[:1] != "-" or word == "-" or NUMBER.match(word) is not None or " " in word
 
-    def take(flag: str, kind: str = "TEXT") -> str:
-        """Return the next word as the value of an option."""
+    def take(flag: str, parameter: "Parameter | None") -> str:
+        """Return the next word as the value of an option; a config group has no parameter."""
         if rest and is_value(rest[0]):
             return rest.popleft()
+        kind = "TEXT" if parameter is None else parameter.value_type.word
         found = "nothing" if not rest else repr(rest[0] if parameter is None else parameter.shown(rest[0]))
         raise ParameterError(
             f"{flag} needs a value ({kind}), found {found}. Write a value that starts with a dash as {flag}=-..."
@@ -142,7 +144,9 @@ def parse(argv: Sequence[str], parameters: "ParameterSet") -> Command:
     while rest:
         word = rest.popleft()
         flag, has_value, text = word.partition("=")
-        if word == "--" and not rest:
+        if word == "--" and rest:
+            raise ParameterError(f"unexpected argument {rest[0]!r}: {POSITIONAL}")
+        if word == "--":
             break
         is_assigned = bool(has_value) and not word.startswith("-")
         name = flag.removeprefix("--").replace("-", "_")
@@ -152,9 +156,9 @@ def parse(argv: Sequence[str], parameters: "ParameterSet") -> Command:
                 raise ParameterError(f"{flag}: this option takes no value.")
             asked.add(own[flag])
         elif parameter is None and name in groups and (is_assigned or flag.startswith("--")):
-            values[name] = text if has_value else take(flag)
+            values[name] = text if has_value else take(flag, None)
         elif parameter is None:
-            raise ParameterError(_unexpected(rest[0] if word == "--" else word, last, parameters))
+            raise ParameterError(_unexpected(word, last, parameters))
         elif name != parameter.name and has_value:
             raise ParameterError(f"{word}: --no-... takes no value. Write {parameter.flag} or {parameter.flag}=false.")
         elif parameter.is_flag:
@@ -165,7 +169,7 @@ def parse(argv: Sequence[str], parameters: "ParameterSet") -> Command:
             while rest and not has_value and is_value(rest[0]):
                 items.append(rest.popleft())
         else:
-            value = text if has_value else take(parameter.flag, parameter.value_type.word)
+            value = text if has_value else take(parameter.flag, parameter)
             values[name] = [*values.get(name, []), value] if name == "params_file" else value
         last = parameter
     given = {name: Given(value, CLI, is_text=True) for name, value in values.items()}
@@ -194,7 +198,7 @@ def _unexpected(word: str, last: "Parameter | None", parameters: "ParameterSet")
     if has_value and (last is None or not last.is_secret):
         return f"unknown parameter {name!r}{hint('--' + name.replace('_', '-'))}"
     shown = repr(word if last is None else last.shown(word))
-    return f"unexpected argument {shown}: values follow their option, as in --lr 0.1 or lr=0.1."
+    return f"unexpected argument {shown}: {POSITIONAL}"
 
 
 def experiment_parser(

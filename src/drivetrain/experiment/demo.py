@@ -125,8 +125,13 @@ def one_thread() -> Iterator[None]:
 def _run(params: Settings) -> Path:
     """Run the experiment, as the continuation of one that was interrupted if there is one, and return its folder."""
     from drivetrain.experiment.proxies import output_dir
+    from drivetrain.experiment.resume import Beginning, choose_beginning
 
-    if _is_interrupted(params):
+    try:
+        beginning = choose_beginning(digits.name, digits.resolve({**params, "resume": "auto"}), digits.parameters)
+    except ResumeError:  # it is running at this moment
+        beginning = Beginning()
+    if beginning.record is not None and not beginning.is_finished:
         try:
             digits.run(params, resume="auto")
             return Path(output_dir)
@@ -134,17 +139,6 @@ def _run(params: Settings) -> Path:
             print(f"The interrupted run cannot be resumed, so a new one is started. ({error})", file=sys.stderr)
     digits.run(params)
     return Path(output_dir)
-
-
-def _is_interrupted(params: Settings) -> bool:
-    """Return whether an unfinished run with these parameters can be continued."""
-    from drivetrain.experiment.resume import choose_beginning
-
-    try:
-        beginning = choose_beginning(digits.name, digits.resolve({**params, "resume": "auto"}), digits.parameters)
-    except ResumeError:  # it is running at this moment
-        return False
-    return beginning.record is not None and not beginning.is_finished
 
 
 def _conclude(folder: Path, epochs: int) -> int:

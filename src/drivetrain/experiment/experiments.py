@@ -145,21 +145,30 @@ class Experiment(_WithParameters):
         program = program or program_name()
         print_any_text()
         try:
-            command = parse(sys.argv[1:] if argv is None else argv, self.parameters)
-            if command.wants_help:
-                self._print(self.help(program), exit_on_error)
-                return None
-            resolved = resolve(self.parameters, command.given, self.defaults)
+            found = self._read_command(sys.argv[1:] if argv is None else argv, program)
         except ParameterError as error:
             if not exit_on_error:
                 raise
             print_error(error, usage_line(program))
             raise SystemExit(BAD_INPUT) from None
-        if command.prints_params:
-            self._print(params_table(resolved.shown(), resolved.origins), exit_on_error)
+        if found is not None:
+            line = None if argv is None else [program_name(), *map(str, argv)]
+            return self._start(found[0], force=found[1], argv=line)
+        if exit_on_error:
+            raise SystemExit(0)
+        return None
+
+    def _read_command(self, argv: Sequence[str], program: str) -> tuple[Resolved, bool] | None:
+        """Return the values of a command line and whether it forces a resume; None if it asked for text, which is printed."""
+        command = parse(argv, self.parameters)
+        if command.wants_help:
+            print(self.help(program))
             return None
-        line = None if argv is None else [program_name(), *map(str, argv)]
-        return self._start(resolved, force=command.force, argv=line)
+        resolved = resolve(self.parameters, command.given, self.defaults)
+        if command.prints_params:
+            print(params_table(resolved.shown(), resolved.origins))
+            return None
+        return resolved, command.force
 
     def help(self, program: str | None = None) -> str:
         """Return the help text."""
@@ -177,12 +186,6 @@ class Experiment(_WithParameters):
         from drivetrain.experiment.running import run_experiment
 
         return run_experiment(self, resolved, **options)
-
-    @staticmethod
-    def _print(text: str, exits: bool) -> None:
-        print(text)
-        if exits:
-            raise SystemExit(0)
 
     def __repr__(self) -> str:
         return f"Experiment({self.name!r})"
@@ -227,7 +230,9 @@ class ExperimentGroup(_WithParameters):
         arguments = [str(word) for word in (sys.argv[1:] if argv is None else argv)]
         try:
             if arguments and arguments[0] in ("-h", "--help"):
-                Experiment._print(self.help(program), exit_on_error)
+                print(self.help(program))
+                if exit_on_error:
+                    raise SystemExit(0)
                 return None
             chosen = self._find(arguments[0] if arguments else None)
         except ParameterError as error:

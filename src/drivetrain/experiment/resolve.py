@@ -2,7 +2,7 @@
 
 The rule is the same for a command line and for `run(...)`, in any order of the arguments, and every value keeps its
 origin. A parameter file may include others, also one of several that a folder offers (a config group), and its values may refer to
-parameters, `${lr}`, which stands for the value that the run has in the end. Names are looked up; nothing is evaluated.
+parameters, `${lr}`, which is replaced by the value that the run has in the end. Names are looked up; nothing is evaluated.
 """
 
 import logging

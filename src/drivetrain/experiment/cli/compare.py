@@ -6,8 +6,9 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 
-from drivetrain.core.errors import ExperimentError
+from drivetrain.core.errors import ExperimentError, StateError
 from drivetrain.core.types import Settings
 from drivetrain.experiment.cli.listing import DIRECTION, OBJECTIVE, SEVERAL_HELP
 from drivetrain.experiment.cli.output import Column, plain_text, print_json, print_lines, print_split_table, print_table
@@ -15,8 +16,10 @@ from drivetrain.experiment.cli.runs import RunLine, common_direction, find_all_r
 from drivetrain.experiment.command_line import JSON, argument
 from drivetrain.experiment.directions import best_places, read_directions
 from drivetrain.experiment.records import RunRecord
-from drivetrain.experiment.reports.gather import SEED, Point, differing, differs, environment_of, read_series, short
+from drivetrain.experiment.reports.gather import SEED, differing, differs, environment_of, short
 
+Point = tuple[float, float]
+"""A step and a value."""
 SIDE_BY_SIDE = 5
 """More runs than this are rows, not columns."""
 SHOWN_DIFF_LINES = 60
@@ -89,12 +92,18 @@ def compare_runs(lines: Sequence[RunLine]) -> Settings:
 
 
 def _parting_losses(records: Sequence[RunRecord]) -> dict[str, float | None]:
-    """Return the first step at which each loss differs between runs."""
-    series = [read_series(record.metrics_path) for record in records]
-    shared = Counter(tag for own in series for tag in own if "loss" in tag.lower())
-    return {
-        tag: first_difference([own[tag] for own in series if tag in own]) for tag, count in shared.items() if count > 1
-    }
+    """Return the first step at which each loss differs between runs; a file that is missing or damaged does not count."""
+    from drivetrain.record.jsonl import read_metrics
+
+    found: dict[str, list[list[Point]]] = {}
+    for record in records:
+        own: dict[str, list[Point]] = {}
+        with suppress(OSError, StateError):
+            for row in list(read_metrics(record.metrics_path, kind="scalar")):
+                own.setdefault(row["tag"], []).append((row["step"], float(row["value"])))
+        for tag, points in own.items():
+            found.setdefault(tag, []).append(points)
+    return {tag: first_difference(own) for tag, own in found.items() if "loss" in tag.lower() and len(own) > 1}
 
 
 def first_difference(series: Sequence[Sequence[Point]]) -> float | None:

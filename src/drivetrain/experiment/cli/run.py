@@ -24,7 +24,7 @@ from drivetrain.experiment.cli.output import (
 )
 from drivetrain.experiment.cli.targets import TARGET_HELP, find_experiment
 from drivetrain.experiment.cli.verbs import FAILED, INTERRUPTED
-from drivetrain.experiment.command_line import BAD_INPUT, JSON, argument, parse, print_error, usage_line
+from drivetrain.experiment.command_line import BAD_INPUT, JSON, argument, print_error, usage_line
 
 if TYPE_CHECKING:
     from drivetrain.experiment.experiments import Experiment
@@ -89,21 +89,18 @@ def demo(arguments: argparse.Namespace) -> int:
 def start_words(experiment: Any, words: list[str], *, program: str, as_json: bool) -> int:
     """Start an experiment with the options of a command line."""
     from drivetrain.experiment.experiments import Experiment
-    from drivetrain.experiment.resolve import resolve
 
     if not isinstance(experiment, Experiment):  # a group that was asked for its help
         experiment.cli(words, program=program)
         return 0
     try:
-        command = parse(words, experiment.parameters)
-        if command.wants_help or command.prints_params:
-            experiment.cli(words, exit_on_error=False, program=program)
-            return 0
-        resolved = resolve(experiment.parameters, command.given, experiment.defaults)
+        found = experiment._read_command(words, program)
     except ParameterError as error:
         print_error(error, usage_line(program))
         return BAD_INPUT
-    return start(experiment, resolved, argv=[*program.split(), *words], force=command.force, as_json=as_json)
+    if found is None:
+        return 0
+    return start(experiment, found[0], argv=[*program.split(), *words], force=found[1], as_json=as_json)
 
 
 def start(

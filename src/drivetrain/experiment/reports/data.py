@@ -207,7 +207,7 @@ def _epochs(curves: Mapping[str, Curve]) -> dict[str, str] | None:
 
 
 def spread(count: int) -> list[int]:
-    """Return the positions of a sequence in the order in which they tell most: the last, the first, then halves of the gaps.
+    """Return the positions of a sequence, the most informative first: the last, the first, then halves of the gaps.
 
     >>> spread(5)
     [4, 0, 2, 1, 3]

@@ -21,9 +21,6 @@ from drivetrain.experiment.records import RunRecord, read_run
 from drivetrain.experiment.reports.curves import Curve, MetricsCurves
 from drivetrain.experiment.summaries import read_added
 
-Point = tuple[float, float]
-"""A step and a value."""
-
 PICTURE_FOLDERS = ("images", "figures")
 PICTURE_TYPES = {f".{kind}": f"image/{kind}" for kind in ("png", "jpeg", "gif", "webp")} | {".jpg": "image/jpeg"}
 SEED = "random_seed"
@@ -138,19 +135,6 @@ def gather_run(
         directions=first_declared(directions or {}, recorded.directions, record.directions),
         notes=tuple(notes),
     )
-
-
-def read_series(path: Path) -> dict[str, tuple[Point, ...]]:
-    """Return every scalar of a metrics file, by tag; nothing where it is missing or damaged."""
-    from drivetrain.record.jsonl import read_metrics
-
-    series: dict[str, list[Point]] = {}
-    try:
-        for row in read_metrics(path, kind="scalar"):
-            series.setdefault(row["tag"], []).append((row["step"], float(row["value"])))
-    except (OSError, StateError):
-        return {}
-    return {tag: tuple(points) for tag, points in series.items()}
 
 
 def main_metric(series: Iterable[str]) -> str | None:

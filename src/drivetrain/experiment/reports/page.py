@@ -35,7 +35,7 @@ def write_report(
     path = Path(output) if output is not None else Path(runs[0]) / FILE_NAME if len(runs) == 1 else Path(FILE_NAME)
     if path.is_dir():
         path = path / FILE_NAME
-    sample = runs[:: -(-len(runs) // SAMPLE)]  # a few runs tell how many curves there are
+    sample = runs[:: -(-len(runs) // SAMPLE)]  # a few runs are enough to estimate the number of curves
     num_curves = len(runs) * max(len(summary_of(read_run(folder).metrics_path).tags) for folder in sample)
     limits = Limits.share(len(runs), num_curves)
     page = make_page((gather_run(folder, directions=directions) for folder in runs), limits)

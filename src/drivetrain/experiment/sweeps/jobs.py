@@ -141,7 +141,7 @@ def reference_from_afar(experiment: "Experiment") -> ExperimentReference:
 
 
 def state_of(trial: Trial) -> str | None:
-    """Return the state that a trial's run folder tells, None before there is one."""
+    """Return the state in a trial's run folder, None before there is one."""
     assert trial.run_dir is not None
     return read_json(trial.run_dir / STATUS).get("state")
 
@@ -161,7 +161,7 @@ class JobWatch:
     """Looks after all jobs of a sweep in one thread: reads their reports, and makes outcomes of their ends."""
 
     def __init__(self, work: TrialWork, *, patience: float = 0.0):
-        """`patience`: seconds to wait for a run folder that does not yet tell how its job ended."""
+        """`patience`: seconds to wait for a run folder that does not yet record how its job ended."""
         self._work, self._patience = work, patience
         self._followed: list[_Followed] = []
         self._lock = threading.Lock()
