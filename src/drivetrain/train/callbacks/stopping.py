@@ -51,7 +51,7 @@ class EarlyStoppingCallback(TrainerCallback):
     reset_on_train: bool = True
 
     def __post_init__(self) -> None:
-        check_count("early_stopping_patience", self.early_stopping_patience)
+        check_number("early_stopping_patience", self.early_stopping_patience, at_least=1, infinite=True)
         check_number("early_stopping_threshold", self.early_stopping_threshold, at_least=0)
         self.early_stopping_patience_counter = 0
         self._watch = MetricWatch(self.watch_metric, self.greater_is_better)
