@@ -88,7 +88,7 @@ def test_dataclasses_become_dotted_names_and_are_built_again(tmp_path):
 
 
 def test_a_dataclass_default_gives_the_defaults_of_its_fields(tmp_path):
-    def function(opt: Optimizer = Optimizer(0.3, "adam")):  # noqa: B008 (frozen)
+    def function(opt: Optimizer = Optimizer(0.3, "adam")):
         return opt
 
     assert called_with(function, tmp_path) == Optimizer(0.3, "adam")
