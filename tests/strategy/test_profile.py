@@ -89,7 +89,6 @@ def test_an_mlp_keeps_and_computes_what_is_written_on_paper(mlp):
     assert rest.saved_bytes["float32"] == FLOAT * (256 + 32)
     # Under autocast: the input and the activation in 16 bits, and the loss in float32.
     assert rest.saved_bytes["bfloat16"] == HALF * (64 + 256) + FLOAT * 32
-    assert rest.saved_fixed_bytes["bfloat16"] == HALF * 256 * 32  # the first layer's weights send no gradient back
     assert mlp.input_bytes == FLOAT * (64 + 32)
     assert mlp.optimizer_bytes == pytest.approx(2 * FLOAT * mlp.parameters, rel=1e-3)
     assert mlp.optimizer_temporary_bytes == FLOAT * mlp.parameters  # one list of square roots
@@ -187,14 +186,6 @@ def test_checkpointing_lowers_the_peak_and_selective_lies_between(gpt):
         assert full < selective < plain
 
 
-def test_the_parts_of_the_peak_add_up_to_it(gpt):
-    fixed, each = gpt.peak_bytes["bfloat16"]
-    parts = gpt.peak_parts["bfloat16"]
-    assert sum(part[0] for part in parts.values()) == pytest.approx(fixed)
-    assert sum(part[1] for part in parts.values()) == pytest.approx(each)
-    assert parts["optimizer"][0] >= gpt.optimizer_bytes
-
-
 def test_a_compiled_pass_keeps_less_than_an_eager_one(gpt):
     assert gpt.compiled_bytes.keys() == {"float32", "bfloat16"}
     for arithmetic in gpt.compiled_bytes:
@@ -257,7 +248,6 @@ def test_the_memory_of_a_deep_model_is_found_from_few_blocks_as_from_all(kind, b
     assert len(few.peak_lines) == (3 if kind is Deep else 6)
     for name, lines in few.peak_lines.items():
         assert lines == all_of_them.peak_lines[name], name
-        assert few.peak_parts[name] == all_of_them.peak_parts[name], name
     assert few.units[0].count == all_of_them.units[0].count == 6
 
 
@@ -285,8 +275,8 @@ def test_what_blocks_do_and_keep_is_found_from_few_of_them_where_they_are_alike(
     monkeypatch.setattr(profiling, "LEAST_SECONDS", 100.0)  # however busy the machine is
     few = ModelProfiler(gpt_task(model_fn=kind))
     found = few.profile(time_limit=0.0)  # without the tracked peaks
-    assert few._simulation._is_uniform() is is_uniform
-    monkeypatch.setattr(profiling._Simulation, "_is_uniform", lambda self: False)
+    assert few._runs._is_uniform() is is_uniform
+    monkeypatch.setattr(profiling._FakeRuns, "_is_uniform", lambda self: False)
     assert found.units == profile_model(gpt_task(model_fn=kind), time_limit=0.0).units
     assert found.units[0].count == 12
 
@@ -457,7 +447,7 @@ def test_parts_that_are_asked_for_one_after_another_give_the_same_profile(gpt):
     assert second.peak_lines.keys() == {*ARITHMETICS, "bfloat16/full"}
     third = profiler.profile(["bfloat16/compiled", "bfloat16/selective"])
     for name, lines in third.peak_lines.items():
-        assert lines == gpt.peak_lines[name] and third.peak_parts[name] == gpt.peak_parts[name]
+        assert lines == gpt.peak_lines[name]
     assert third.compiled_bytes == {"bfloat16": gpt.compiled_bytes["bfloat16"]}
     assert third.compiled_fixed_bytes == {"bfloat16": gpt.compiled_fixed_bytes["bfloat16"]}
     again = profiler.profile(["bfloat16/full", "bfloat16/compiled"], time_limit=0.0)

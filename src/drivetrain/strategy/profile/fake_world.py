@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from drivetrain.core.errors import DistributedError
 from drivetrain.core.types import Batch
 from drivetrain.module.distributed_tensors import is_dtensor
+from drivetrain.module.probing import attributes_set
 from drivetrain.runtime.group import destroy_group
 from drivetrain.runtime.ranks import data_group, is_distributed
-from drivetrain.strategy.profile.torch_private import PrivateFeatureMissing, faked, is_fake, operation_rules
+from drivetrain.strategy.profile.torch_private import faked, is_fake, operation_rules
 
 if TYPE_CHECKING:
     from drivetrain.strategy.profile.torch_private import FakeTensorMode, Operation
@@ -37,19 +38,14 @@ _BUCKET_MIB = 25
 def fake_world(size: int) -> Iterator[None]:
     """Act as rank 0 of a simulated world. One process needs no process group and gets none."""
     if is_distributed():
-        raise DistributedError(
-            "a fake world cannot be entered while a process group exists; simulate in a child process."
-        )
+        raise DistributedError("a fake world needs a process without a process group; simulate in a child process.")
     if size == 1:
         yield
         return
     import torch.distributed as dist
+    import torch.distributed._tools.fake_collectives  # noqa: F401 - it registers them
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    try:
-        import torch.distributed._tools.fake_collectives
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-    except ImportError as error:
-        raise PrivateFeatureMissing(f"no fake process group in torch {torch.__version__}: {error}") from error
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         yield
@@ -65,9 +61,7 @@ def fake_model(task: "TrainingTask", mode: "FakeTensorMode") -> nn.Module:
     try:
         with mode:
             return task.model_fn().train()
-    except (
-        Exception
-    ):  # a constructor that reads values (a ramp of drop rates, say) needs real ones; then the copy is faked
+    except Exception:  # a constructor that reads values, such as a ramp of drop rates, needs real ones
         return fake_copy(task.model_fn(), mode).train()
 
 
@@ -108,8 +102,7 @@ def prepared_inputs(task: "TrainingTask", size: int, mode: "FakeTensorMode") -> 
     return tree_map_only(Tensor, lambda tensor: faked(mode, tensor), prepared)
 
 
-@contextmanager
-def pretended_moves() -> Iterator[None]:
+def pretended_moves() -> AbstractContextManager[None]:
     """Make `module.to(...)` work on modules of fake tensors: each tensor becomes what it was converted to."""
 
     def apply(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -123,20 +116,14 @@ def pretended_moves() -> Iterator[None]:
                     tensor.data = new
         return self
 
-    before = nn.Module._apply
-    nn.Module._apply = apply  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module._apply = before  # type: ignore[method-assign]
+    return attributes_set([(nn.Module, "_apply", apply)])
 
 
 _MANY = 16
 """From how many chunks on only one of each size is made."""
 
 
-@contextmanager
-def few_chunks() -> Iterator[None]:
+def few_chunks() -> AbstractContextManager[None]:
     """Make `torch.chunk` of a fake tensor into very many parts create one part of each size and return it many times.
 
     Sharding over a thousand ranks cuts every parameter into a thousand views to keep one; fake views take milliseconds each.
@@ -144,21 +131,15 @@ def few_chunks() -> Iterator[None]:
     before = torch.chunk
 
     def chunk(input: Tensor, chunks: int, dim: int = 0) -> Any:
-        if chunks < _MANY or not is_fake(input) or is_dtensor(input):
+        if chunks < _MANY or not is_fake(input) or is_dtensor(input) or input.shape[dim] == 0:
             return before(input, chunks, dim)
         size = input.shape[dim]
         step = -(-size // chunks)
-        if step == 0:
-            return before(input, chunks, dim)
         whole, rest = divmod(size, step)
         parts = [input.narrow(dim, 0, step)] * whole
         return (*parts, input.narrow(dim, size - rest, rest)) if rest else tuple(parts)
 
-    torch.chunk = chunk
-    try:
-        yield
-    finally:
-        torch.chunk = before
+    return attributes_set([(torch, "chunk", chunk)])
 
 
 class GradientBuckets:
@@ -174,7 +155,8 @@ class GradientBuckets:
         self.is_synchronising = True
         self._arrived: dict[nn.Parameter, None] = {}  # in order
         self._views: dict[nn.Parameter, tuple[Tensor, int]] = {}
-        self._flat: list[Tensor] = []
+        self.storages: list[Tensor] = []
+        """The buckets, which stay allocated between steps."""
         self._missing: list[int] = []
         self._sizes: list[int] = []
         for parameter in model.parameters():
@@ -196,14 +178,9 @@ class GradientBuckets:
                 flat = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device="cpu")
                 parts = flat.split([p.numel() for p in parameters])
                 self._views |= {p: (part.view(p.shape), place) for p, part in zip(parameters, parts)}
-                self._flat.append(flat)
+                self.storages.append(flat)
                 self._sizes.append(len(parameters))
         self._missing = list(self._sizes)
-
-    @property
-    def storages(self) -> list[Tensor]:
-        """The storages that stay allocated between steps."""
-        return self._flat
 
     def _arrive(self, parameter: Tensor) -> None:
         import torch.distributed as dist
@@ -222,16 +199,15 @@ class GradientBuckets:
         self._missing[place] -= 1
         if self._missing[place] == 0:
             self._missing[place] = self._sizes[place]
-            dist.all_reduce(self._flat[place], group=self.group)
+            dist.all_reduce(self.storages[place], group=self.group)
 
     def _share_buffers(self, module: nn.Module, inputs: Batch) -> None:
         """Give all ranks the first one's buffers, in one piece."""
         import torch.distributed as dist
 
         with torch.no_grad():
-            dist.broadcast(
-                torch.cat([buffer.detach().flatten() for buffer in self._buffers]), group=self.group, group_src=0
-            )
+            joined = torch.cat([buffer.detach().flatten() for buffer in self._buffers])
+            dist.broadcast(joined, group=self.group, group_src=0)
 
 
 # What an accelerator would do differently from a CPU, as rules for operations on fake CPU tensors. Memory depends on which kernels run:
@@ -247,12 +223,8 @@ _FLOAT32 = """
 # The same, where the result's type is an argument.
 _FLOAT32_RESULT = ("softmax.int", "log_softmax.int", "cumsum", "cumprod", "sum", "sum.dim_IntList")
 _LOW = (torch.bfloat16, torch.float16)
-
-
 # Reductions whose result keeps the memory of what it is the mean or the sum of.
-_UNREDUCED = frozenset(
-    {"aten::mse_loss", "aten::smooth_l1_loss", "aten::soft_margin_loss", "aten::binary_cross_entropy"}
-)
+_UNREDUCED = ("aten::mse_loss", "aten::smooth_l1_loss", "aten::soft_margin_loss", "aten::binary_cross_entropy")
 
 
 def hold_as_torch_does(operation: "Operation", args: Sequence[Any], result: Tensor) -> None:
@@ -293,15 +265,12 @@ def accelerator_rules() -> AbstractContextManager[None]:
     """Return a context in which fake CPU tensors behave as on an accelerator."""
     rules = [(name, "AutocastCPU", _in_float32) for name in _FLOAT32]
     rules += [(name, "AutocastCPU", _to_float32) for name in _FLOAT32_RESULT]
-    rules += [
-        ("dropout", "AutogradCPU", _dropout),
-        ("scaled_dot_product_attention", "AutogradCPU", _attention),
-        ("rms_norm", "AutogradCPU", _rms_norm),
-    ]
+    rules += [("dropout", "AutogradCPU", _dropout), ("rms_norm", "AutogradCPU", _rms_norm)]
+    rules.append(("scaled_dot_product_attention", "AutogradCPU", _attention))
     return operation_rules(rules)
 
 
-_WRITTEN_OUT = ContextVar("written out", default=False)
+_WRITTEN_OUT = ContextVar("decomposed", default=False)
 
 
 @contextmanager
@@ -334,14 +303,12 @@ class StandIns(TorchDispatchMode):
 
 
 def _grouped_product(
-    left: Tensor,
-    right: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    left: Tensor, right: Tensor, offs: Tensor | None = None, bias: object = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return the shape of a product of groups in any type; torch's own rule asks for 16 bits."""
-    groups = () if offs is None or left.ndim != right.ndim else (offs.shape[0],) if left.ndim == 2 else (left.shape[0],)
+    groups: tuple[int, ...] = ()
+    if offs is not None and left.ndim == right.ndim:
+        groups = offs.shape[:1] if left.ndim == 2 else left.shape[:1]
     return left.new_empty((*groups, left.shape[-2], right.shape[-1]), dtype=out_dtype)
 
 
@@ -389,9 +356,8 @@ def _attention(
     if not is_plain or query.dtype not in ((torch.float32, *_LOW) if not is_grouped else _LOW):
         written_out = torch.ops.aten._scaled_dot_product_attention_math
         return written_out(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
-    is_learnt = (
-        attn_mask is not None and attn_mask.requires_grad
-    )  # a bias of positions, whose gradient no fused kernel gives
+    # No fused kernel gives the gradient of a bias of positions.
+    is_learnt = attn_mask is not None and attn_mask.requires_grad
     if not is_grouped and (is_learnt or (dropout_p > 0 and attn_mask is None and _WRITTEN_OUT.get())):
         wide = [tensor.float() for tensor in (query, key, value)]
         scores = wide[0] @ wide[1].transpose(-1, -2)

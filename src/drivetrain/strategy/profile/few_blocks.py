@@ -12,18 +12,17 @@ is checked.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.module.blocks import BlockGroup, find_blocks
-from drivetrain.strategy.profile.step_memory import Amounts, Change, Record, StepMemory
+from drivetrain.strategy.profile.operations import tensors_of
+from drivetrain.strategy.profile.step_memory import Amounts, Record, StepMemory
 from drivetrain.strategy.registry import find_method
 from drivetrain.strategy.value import Strategy
 
@@ -40,10 +39,6 @@ class BlockFamily:
     container: str
     names: tuple[str, ...]
     """Their dotted names, in order."""
-
-    def kept(self, count: int) -> tuple[str, ...]:
-        """Return the names that remain with `count` blocks."""
-        return self.names[:count]
 
 
 def find_cuttable(model: nn.Module, groups: Sequence[BlockGroup] | None = None) -> list[BlockFamily]:
@@ -118,19 +113,16 @@ def places(segments: Mapping[Hashable, Amounts], counts: Counts, ends: int) -> d
     """Return the largest moments by position, counted from both ends of a family."""
     found: dict[Hashable, Amounts] = {}
     for segment, amounts in segments.items():
-        for place in _places_of(segment, counts, ends):
+        positions: list[Hashable] = [segment]
+        if isinstance(segment, Segment):
+            index, count = segment.index, counts[segment.family]
+            numbers = ((index, index), (index - count, count - index - 1))  # each with its distance from that end
+            from_ends = [number for number, distance in numbers if distance < ends]
+            positions = [replace(segment, index=number) for number in from_ends]
+        for place in positions:
             if place not in found or sum(amounts.values()) > sum(found[place].values()):
                 found[place] = amounts
     return found
-
-
-def _places_of(segment: Hashable, counts: Counts, ends: int) -> list[Hashable]:
-    if not isinstance(segment, Segment):
-        return [segment]
-    index, count = segment.index, counts[segment.family]
-    found = [index] if index < ends else []
-    found += [index - count] if count - index <= ends else []
-    return [replace(segment, index=place) for place in found]
 
 
 @dataclass(frozen=True)
@@ -181,9 +173,9 @@ def watch_blocks(
 
         def leave(module: nn.Module, inputs: object, outputs: object) -> None:
             tracker.segment = Segment("after", window(), family, index)
-            for leaf in tree_leaves(outputs):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(back)
+            for tensor in tensors_of(outputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(back)
 
         def back(gradient: Tensor) -> None:
             tracker.segment = Segment("backward", window(), family, index)
@@ -192,7 +184,7 @@ def watch_blocks(
         handles.append(block.register_forward_hook(leave))
 
     for number, (family, count) in enumerate(zip(families, counts)):
-        for index, name in enumerate(family.kept(count)):
+        for index, name in enumerate(family.names[:count]):
             watch(model.get_submodule(name), number, index)
     return handles
 
@@ -225,41 +217,36 @@ def with_depth(container: nn.Module, depth: int) -> Iterator[None]:
         container._modules.update(blocks)
 
 
+@dataclass
 class BlockMarks:
     """Where each of four blocks begins in a timeline, forward and backward."""
 
-    def __init__(self, timeline: StepMemory, blocks: Sequence[nn.Module]):
-        self._timeline = timeline
-        self.forward: list[int] = []
-        self.backward: list[int] = []
-        """In the order in which they happen: the last block first."""
-        self._handles = [block.register_forward_pre_hook(self._enter) for block in blocks]
-        self._handles += [block.register_forward_hook(self._leave) for block in blocks]
+    timeline: StepMemory
+    forward: list[int] = field(default_factory=list)
+    backward: list[int] = field(default_factory=list)
+    """In the order in which they happen: the last block first."""
+
+    def watch(self, blocks: Iterable[nn.Module]) -> list[RemovableHandle]:
+        """Register hooks on blocks and return their handles."""
+        handles = []
+        for block in blocks:
+            handles += [block.register_forward_pre_hook(self._enter), block.register_forward_hook(self._leave)]
+        return handles
 
     def _enter(self, module: nn.Module, args: object) -> None:
-        self.forward.append(len(self._timeline.events))
+        self.forward.append(len(self.timeline.events))
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._return_to)
-                break
-
-    def _return_to(self, gradient: Tensor) -> None:
-        self.backward.append(len(self._timeline.events))
-
-    def remove(self) -> None:
-        """Remove the hooks from the blocks."""
-        for handle in self._handles:
-            handle.remove()
+        first = next((tensor for tensor in tensors_of(output) if tensor.requires_grad), None)
+        if first is not None:
+            first.register_hook(lambda gradient: self.backward.append(len(self.timeline.events)))
 
 
 class DeeperTimeline:
     """The timeline of four blocks extended by `more` blocks between the second and the third."""
 
     def __init__(self, timeline: StepMemory, marks: BlockMarks, more: int):
-        self.events, self._labels, self._more = timeline.events, timeline.kinds, more
-        self.operations = timeline.operations
+        self.events, self.operations, self._more = timeline.events, timeline.operations, more
         self._second = range(*marks.forward[1:3])
         self._third = range(*marks.forward[2:4])
         self._third_back = range(*marks.backward[1:3])
@@ -296,41 +283,20 @@ class DeeperTimeline:
                 alive.add(event.key)
         return alive
 
-    def _with_repeated(self) -> Iterator[tuple[Change, dict[int, int]]]:
-        """Yield each event with the storages, by key, that every further block holds at that moment."""
-        kept = self._alive(self._third.stop, self._second)
-        left = self._alive(self._second_back.stop, self._third, self._third_back)
-        held: dict[int, int] = {}
-        left_held: dict[int, int] = {}
-        for index, event in enumerate(self.events):
-            if event.size < 0:
-                left_held.pop(event.key, None)
-                if index not in self._third_back:  # there only the block next to the third one gives something back
-                    held.pop(event.key, None)
-            elif event.key in kept:
-                held[event.key] = held.get(event.key, 0) + event.size
-            elif event.key in left:
-                left_held[event.key] = left_held.get(event.key, 0) + event.size
-            if index < self._second.stop:
-                yield event, {}
-            else:
-                yield event, (held if index < self._second_back.start else left_held)
-
     def totals(self) -> list[int]:
         """Return the bytes in use after each event."""
-        total, totals = 0, []
-        for event, repeated in self._with_repeated():
+        kept = self._alive(self._third.stop, self._second)
+        left = self._alive(self._second_back.stop, self._third, self._third_back)
+        totals = []
+        total = held = left_held = 0  # in all, and what every further block holds in forward and in backward
+        for index, event in enumerate(self.events):
             total += event.size
-            totals.append(total + self._more * sum(repeated.values()))
+            if event.key in kept:
+                # In the third block's backward only the block next to it releases something.
+                if event.size > 0 or index not in self._third_back:
+                    held += event.size
+            elif event.key in left:
+                left_held += event.size
+            repeated = held if index < self._second_back.start else left_held
+            totals.append(total + self._more * (repeated if index >= self._second.stop else 0))
         return totals
-
-    def parts_at(self, index: int) -> dict[str, int]:
-        """Return the bytes in use after an event, by label."""
-        parts: dict[str, int] = defaultdict(int)
-        for place, (event, repeated) in enumerate(self._with_repeated()):
-            parts[self._labels[event.key]] += event.size
-            if place == index:
-                for key, size in repeated.items():
-                    parts[self._labels[key]] += self._more * size
-                break
-        return dict(parts)

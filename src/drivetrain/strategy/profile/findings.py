@@ -5,37 +5,35 @@ from a small real step: it allocates whole lists of tensors as large as the para
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from drivetrain.module.blocks import BlockGroup, find_blocks
 from drivetrain.strategy.profile.few_blocks import DeeperTimeline
+from drivetrain.strategy.profile.operations import tensors_of
 from drivetrain.strategy.profile.step_memory import StepMemory
+from drivetrain.strategy.profile.torch_private import ROUNDING
 from drivetrain.strategy.profile.unit_recorder import UnitRecorder, UnitTotals
 from drivetrain.strategy.profile.values import ARITHMETICS, Line, ModelProfile, UnitProfile, Work, counts_of
 from drivetrain.strategy.task import TrainingTask
 
-ROUNDING = 512
-"""CUDA's allocator allocates multiples of this."""
 SIZES = (2, 4)
 """Samples in the two runs; never 1, which disappears in a squeeze and has no variance to normalise by."""
+_FIRST = ARITHMETICS[0], SIZES[0]
 
 
 @dataclass
 class Findings:
     """Results of the runs, by arithmetic and batch size."""
 
-    units: dict[str, dict[int, dict[int, UnitTotals]]] = field(default_factory=dict)
-    recorders: dict[str, dict[int, UnitRecorder]] = field(default_factory=dict)
-    outputs: dict[str, dict[int, float]] = field(default_factory=dict)
-    lines: dict[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
-    parts: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
-    compiled: dict[str, tuple[float, float]] = field(default_factory=dict)
+    recorders: dict[tuple[str, int], UnitRecorder] = field(default_factory=dict)
+    lines: dict[str, tuple[Line, ...]] = field(default_factory=dict)
+    compiled: dict[str, Line] = field(default_factory=dict)
     work: dict[str, tuple[Work, ...]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -48,20 +46,21 @@ class Findings:
         optimizer_temporaries: int,
     ) -> ModelProfile:
         """Return the profile of a model with these blocks from what is known."""
-        compiled = self.compiled
-        input_sizes = {size: float(bytes_behind(tensors_of(inputs[size]))) for size in SIZES}
-        recorder = self.recorders[ARITHMETICS[0]][SIZES[0]]
+        compiled, recorder = self.compiled, self.recorders[_FIRST]
         plain = {arithmetic: steepest(self.lines[arithmetic]) for arithmetic in ARITHMETICS if arithmetic in self.lines}
+        inside = {id(parameter) for group in groups for member in group.members for parameter in member.parameters()}
+        rest = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
+        units = [self._unit(index, group.path, group.cls.__name__, group) for index, group in enumerate(groups)]
         return ModelProfile(
-            units=tuple(self._unit_profiles(model, groups)),
-            input_bytes=_slope(lambda size: input_sizes[size]),
-            logits_bytes={arithmetic: self._logits(arithmetic) for arithmetic in ARITHMETICS},
+            units=(*units, self._unit(len(groups), "", type(model).__name__, None, rest)),
+            input_bytes=line_through(SIZES, [float(bytes_behind(tensors_of(inputs[size]))) for size in SIZES])[1],
+            # Output, what the loss keeps of it, and the gradient that the loss sends back, which is as large as what it keeps.
+            logits_bytes=self._by_arithmetic(lambda recorder: recorder.output_bytes + 2 * recorder.loss.saved),
             sequence_length=recorder.sequence_length,
             compiled_bytes={name: each for name, (_, each) in compiled.items()} or None,
             compiled_fixed_bytes={name: fixed for name, (fixed, _) in compiled.items()} or None,
             peak_bytes=plain or None,
             peak_lines=self.lines,
-            peak_parts=self.parts,
             optimizer_bytes=optimizer_bytes,
             optimizer_temporary_bytes=optimizer_temporaries,
             has_dropout=recorder.has_dropout,
@@ -71,12 +70,10 @@ class Findings:
             **counts_of(model),
         )
 
-    def _unit_profiles(self, model: nn.Module, groups: Sequence[BlockGroup]) -> Iterator[UnitProfile]:
-        inside = {id(parameter) for group in groups for member in group.members for parameter in member.parameters()}
-        for index, group in enumerate(groups):
-            yield self._unit(index, group.path, group.cls.__name__, group)
-        rest = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
-        yield self._unit(len(groups), "", type(model).__name__, None, rest)
+    def _by_arithmetic(self, read: Callable[[UnitRecorder], float], count: int = 1) -> dict[str, float]:
+        """Return by arithmetic what grows with each sample, for one of `count` members."""
+        found = {name: [read(self.recorders[name, size]) for size in SIZES] for name in ARITHMETICS}
+        return {name: line_through(SIZES, values)[1] / count for name, values in found.items()}
 
     def _unit(self, index: int, path: str, cls: str, group: BlockGroup | None, parameters: int = 0) -> UnitProfile:
         count = len(group.members) if group is not None else 1
@@ -84,62 +81,38 @@ class Findings:
             held = {id(p): p.numel() for member in group.members for p in member.parameters()}
             parameters = round(sum(held.values()) / count)
 
-        def each(arithmetic: str, read: Callable[[UnitTotals], float]) -> float:
-            return _slope(lambda size: read(self.units[arithmetic][size][index])) / count
+        def each(read: Callable[[UnitTotals], float]) -> dict[str, float]:
+            return self._by_arithmetic(lambda recorder: read(recorder.totals[index]), count)
 
-        def by_arithmetic(read: Callable[[UnitTotals], float]) -> Mapping[str, float]:
-            return {arithmetic: each(arithmetic, read) for arithmetic in ARITHMETICS}
-
-        saved = by_arithmetic(lambda unit: unit.saved)
-        first = self.units[ARITHMETICS[0]][SIZES[0]][index]
+        totals = {place: recorder.totals[index] for place, recorder in self.recorders.items()}
+        saved = each(lambda unit: unit.saved)
         return UnitProfile(
             path=path,
             cls=cls,
             count=count,
             parameters=parameters,
-            forward_flops=each(ARITHMETICS[0], lambda unit: unit.flops),
+            forward_flops=each(lambda unit: unit.flops)[ARITHMETICS[0]],
             saved_bytes=saved,
-            input_bytes=by_arithmetic(lambda unit: unit.inputs),
-            selective_bytes=by_arithmetic(lambda unit: unit.inputs + unit.expensive) if group is not None else saved,
-            traffic_bytes=by_arithmetic(lambda unit: unit.traffic),
-            operations=round(first.operations / count),
-            saved_fixed_bytes={name: self._fixed(name, index) / count for name in ARITHMETICS},
-            largest_saved_bytes={name: self._largest(name, index) for name in ARITHMETICS},
-            heads=next((heads for heads in self._heads(index) if heads is not None), None),
+            input_bytes=each(lambda unit: unit.inputs),
+            selective_bytes=each(lambda unit: unit.inputs + unit.expensive) if group is not None else saved,
+            traffic_bytes=each(lambda unit: unit.traffic),
+            operations=round(totals[_FIRST].operations / count),
+            largest_saved_bytes={
+                name: _largest(*(totals[name, size].saved_by_member for size in SIZES)) for name in ARITHMETICS
+            },
+            # Attention that no fused kernel takes does not show its heads in each arithmetic.
+            heads=next((heads for name in ARITHMETICS if (heads := totals[name, SIZES[0]].heads) is not None), None),
         )
 
-    def _heads(self, index: int) -> Iterator[int | None]:
-        """Yield heads as each arithmetic shows them; attention that no fused kernel takes does not show any."""
-        for arithmetic in ARITHMETICS:
-            yield self.units[arithmetic][SIZES[0]][index].heads
 
-    def _fixed(self, arithmetic: str, index: int) -> float:
-        units = self.units[arithmetic]
-        return max(0.0, line_through(SIZES, [units[size][index].saved for size in SIZES])[0])
-
-    def _largest(self, arithmetic: str, index: int) -> float:
-        small, large = (self.units[arithmetic][size][index].saved_by_member for size in SIZES)
-        return max(((large[key] - small[key]) / (SIZES[1] - SIZES[0]) for key in large), default=0.0)
-
-    def _logits(self, arithmetic: str) -> float:
-        """Output, what the loss keeps of it, and the gradient that the loss sends back, which is as large as what it keeps."""
-        recorders, outputs = self.recorders[arithmetic], self.outputs[arithmetic]
-        return _slope(lambda size: outputs[size] + 2 * recorders[size].loss.saved)
-
-
-def _slope(read: Callable[[int], float]) -> float:
-    return (read(SIZES[1]) - read(SIZES[0])) / (SIZES[1] - SIZES[0])
+def _largest(small: Mapping[int, float], large: Mapping[int, float]) -> float:
+    return max(((large[key] - small[key]) / (SIZES[1] - SIZES[0]) for key in large), default=0.0)
 
 
 def bytes_behind(tensors: list[Tensor]) -> int:
     """Return the bytes of all storages, counting each once."""
     storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storage.nbytes() for storage in storages.values())
-
-
-def tensors_of(values: object) -> list[Tensor]:
-    """Return the tensors inside nested values."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def line_through(sizes: Sequence[int], values: Sequence[float]) -> Line:
@@ -179,25 +152,15 @@ def steepest(lines: Sequence[Line]) -> Line:
     return max(lines, key=lambda line: line[1])
 
 
-def upper_lines(
-    sizes: Sequence[int], timelines: Sequence[StepMemory | DeeperTimeline]
-) -> tuple[list[Line], dict[str, Line]]:
-    """Return the moments of a step that can be its peak, as lines in the batch size, and the steepest one by category.
+def upper_lines(sizes: Sequence[int], timelines: Sequence[StepMemory | DeeperTimeline]) -> tuple[list[Line], bool]:
+    """Return the moments of a step that can be its peak, as lines in the batch size, and whether both runs had the same ones.
 
-    Runs that did not allocate in the same order give one line through their peaks, and no categories.
+    Runs that did not allocate in the same order give one line through their peaks.
     """
-    moments = [
-        [(index, total) for index, total in enumerate(timeline.totals()) if timeline.events[index].size > 0]
-        for timeline in timelines
-    ]
-    if len(moments[0]) != len(moments[1]):
-        return [line_through(sizes, [max(total for _, total in each) for each in moments])], {}
-    lines = [line_through(sizes, [small, large]) for (_, small), (_, large) in zip(*moments)]
-    edge = upper_edge(lines)
-    place = lines.index(steepest(edge))
-    small, large = (timeline.parts_at(each[place][0]) for timeline, each in zip(timelines, moments))
-    parts = {name: line_through(sizes, [small.get(name, 0), large.get(name, 0)]) for name in {*small, *large}}
-    return edge, parts
+    small, large = ([total for event, total in zip(one.events, one.totals()) if event.size > 0] for one in timelines)
+    if len(small) != len(large):
+        return [line_through(sizes, [max(small), max(large)])], False
+    return upper_edge([line_through(sizes, moment) for moment in zip(small, large)]), True
 
 
 _SIDE = 128  # of the square parameters of the small step
@@ -208,7 +171,7 @@ def optimizer_with_state(task: TrainingTask, model: nn.Module) -> torch.optim.Op
     recipe = task.recipe()
     if recipe is None:
         return None
-    if "fused" in _parameters(task) and not recipe.settings.get("foreach"):
+    if "fused" in optimizer_settings(task) and not recipe.settings.get("foreach"):
         recipe.settings["fused"] = True
     optimizer = recipe.make(model)
     for group in optimizer.param_groups:
@@ -222,7 +185,7 @@ def optimizer_with_state(task: TrainingTask, model: nn.Module) -> torch.optim.Op
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return all tensors of an optimizer's state."""
-    return [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
+    return tensors_of(list(optimizer.state.values()))
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -232,7 +195,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 def small_step(task: TrainingTask) -> tuple[float, float, bool]:
     """Return state and temporaries of a small real step per byte of parameters, and whether it was a `foreach` step."""
-    has_foreach = "foreach" in _parameters(task) and not task.optim_args.get("fused")
+    has_foreach = "foreach" in optimizer_settings(task) and not task.optim_args.get("fused")
     count = 4 if has_foreach else 1
     model = nn.ParameterList([nn.Parameter(torch.zeros(_SIDE, _SIDE)) for _ in range(count)])
     settings: dict[str, Any] = dict(task.optim_args)
@@ -242,17 +205,14 @@ def small_step(task: TrainingTask) -> tuple[float, float, bool]:
     optimizer = task.optim_func(list(model), **settings)
     size = sum(parameter.numel() * parameter.element_size() for parameter in model)
 
-    def step() -> None:
-        for parameter in model:
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-
-    step()
+    for parameter in model:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
     timeline = StepMemory(ROUNDING)
     for parameter in model:
         parameter.grad = torch.ones_like(parameter)
     with timeline:
-        timeline.register([*model, *state_tensors(optimizer), *(p.grad for p in model if p.grad is not None)], "known")
+        timeline.register([*model, *state_tensors(optimizer), *(p.grad for p in model)], "known")
         before = timeline.totals()[-1]
         optimizer.step()
     temporary = max(timeline.totals()) - before
@@ -260,7 +220,7 @@ def small_step(task: TrainingTask) -> tuple[float, float, bool]:
     return state_bytes(optimizer) / size, temporary / size, has_foreach
 
 
-def _parameters(task: TrainingTask) -> frozenset[str]:
+def optimizer_settings(task: TrainingTask) -> frozenset[str]:
     """Return the names of the optimizer's settings."""
     try:
         return frozenset(inspect.signature(task.optim_func).parameters) if task.optim_func is not None else frozenset()
@@ -284,18 +244,17 @@ def closed_form_profile(task: TrainingTask, note: str) -> ModelProfile:
     length, pixels, input_bytes = _sample_shape(task)
     layers = _layers(model, length or 1, pixels)
     inside = {module for group in groups for member in group.members for module in member.modules()}
-    units = [_unit(group.path, group, layers, length) for group in groups]
-    units.append(_unit("", None, {m: cost for m, cost in layers.items() if m not in inside}, length, model, inside))
+    units = [_group_unit(group, layers) for group in groups]
+    units.append(_rest_unit(model, layers, inside))
     parameters = list(model.parameters())
     trainable = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
-    notes, state, temporary = [note], 2.0, 1.0
+    notes, state, temporary = [note], 0.0, 0.0
     if task.optim_func is not None:
         try:
             state, temporary, _ = small_step(task)
         except Exception as error:  # the user's own optimizer, on parameters it may not expect
             notes.append(f"the optimizer's state is taken as Adam's: a small step failed ({type(error).__name__})")
-    else:
-        state = temporary = 0.0
+            state, temporary = 2.0, 1.0
     fixed = sum(p.numel() * p.element_size() for p in parameters) + state * trainable
     head = max((cost.outputs for module, cost in layers.items() if module not in inside), default=0.0)
     logits = {name: head * (_ELEMENT[name] + 8) for name in ARITHMETICS}
@@ -309,25 +268,24 @@ def closed_form_profile(task: TrainingTask, note: str) -> ModelProfile:
         peak_lines={name: ((fixed + trainable, 0.0), (fixed, slopes[name])) for name in ARITHMETICS},
         optimizer_bytes=int(state * trainable),
         optimizer_temporary_bytes=int(temporary * trainable),
-        has_dropout=any(
-            isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()
-        ),
+        has_dropout=any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()),
         evidence="modelled",
         notes=tuple(notes),
         **counts_of(model),
     )
 
 
-class _LayerWork:
+class _LayerWork(NamedTuple):
     """What one layer does with one sample: elements in and out, operations."""
 
-    def __init__(self, inputs: float, outputs: float, flops: float):
-        self.inputs, self.outputs, self.flops = inputs, outputs, flops
+    inputs: float
+    outputs: float
+    flops: float = 0.0
 
 
 def _sample_shape(task: TrainingTask) -> tuple[int | None, float, float]:
     """Return sequence length, pixels and bytes of one sample."""
-    tensors = [leaf for leaf in tree_leaves(task.samples) if isinstance(leaf, Tensor) and leaf.ndim > 0]
+    tensors = [tensor for tensor in tensors_of(task.samples) if tensor.ndim > 0]
     count = max(task.sample_count, 1)
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / count
     pictures = [tensor for tensor in tensors if tensor.ndim >= 4]
@@ -342,43 +300,36 @@ def _layers(model: nn.Module, length: int, pixels: float) -> dict[nn.Module, _La
     costs: dict[nn.Module, _LayerWork] = {}
     for module in model.modules():
         if isinstance(module, nn.modules.conv._ConvNd):
-            stride = 1.0
-            for step in module.stride:
-                stride *= step
-            before, pixels = pixels, max(pixels / stride, 1.0)
+            before, pixels = pixels, max(pixels / prod(module.stride), 1.0)
             flops = 2.0 * module.weight.numel() * pixels
             costs[module] = _LayerWork(module.in_channels * before, module.out_channels * pixels, flops)
         elif isinstance(module, nn.Linear):
             flops = 2.0 * module.weight.numel() * length
             costs[module] = _LayerWork(module.in_features * length, module.out_features * length, flops)
         elif isinstance(module, nn.Embedding):
-            costs[module] = _LayerWork(0.0, module.embedding_dim * length, 0.0)
+            costs[module] = _LayerWork(0.0, module.embedding_dim * length)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
             elements = float(module.normalized_shape[-1] * length)
-            costs[module] = _LayerWork(elements, elements, 0.0)
+            costs[module] = _LayerWork(elements, elements)
         elif isinstance(module, nn.modules.batchnorm._BatchNorm):
-            costs[module] = _LayerWork(module.num_features * pixels, module.num_features * pixels, 0.0)
+            costs[module] = _LayerWork(module.num_features * pixels, module.num_features * pixels)
     return costs
 
 
-def _unit(
-    path: str,
-    group: BlockGroup | None,
-    layers: dict[nn.Module, _LayerWork],
-    length: int | None,
-    root: nn.Module | None = None,
-    outside: Iterable[Any] = (),
-) -> UnitProfile:
-    members = group.members if group is not None else ()
-    within = {module for member in members for module in member.modules()}
-    costs = [cost for module, cost in layers.items() if group is None or module in within]
-    count = len(members) or 1
-    if group is not None:
-        parameters = round(sum(p.numel() for member in members for p in member.parameters()) / count)
-    else:
-        assert root is not None
-        held = {id(p) for module in outside for p in module.parameters()}
-        parameters = sum(p.numel() for p in root.parameters() if id(p) not in held)
+def _group_unit(group: BlockGroup, layers: dict[nn.Module, _LayerWork]) -> UnitProfile:
+    within = {module for member in group.members for module in member.modules()}
+    parameters = sum(p.numel() for member in group.members for p in member.parameters())
+    costs = [cost for module, cost in layers.items() if module in within]
+    return _unit(group.path, group.cls, len(group.members), round(parameters / len(group.members)), costs)
+
+
+def _rest_unit(model: nn.Module, layers: dict[nn.Module, _LayerWork], inside: set[nn.Module]) -> UnitProfile:
+    held = {id(p) for module in inside for p in module.parameters()}
+    parameters = sum(p.numel() for p in model.parameters() if id(p) not in held)
+    return _unit("", type(model), 1, parameters, [cost for module, cost in layers.items() if module not in inside])
+
+
+def _unit(path: str, cls: type, count: int, parameters: int, costs: Sequence[_LayerWork]) -> UnitProfile:
     kept = sum(cost.inputs + cost.outputs for cost in costs) / count
     entering = costs[0].inputs if costs else 0.0
     moved = sum((1 + _FOLLOWERS) * (cost.inputs + cost.outputs) for cost in costs) / count
@@ -388,7 +339,7 @@ def _unit(
 
     return UnitProfile(
         path=path,
-        cls=group.cls.__name__ if group is not None else type(root).__name__,
+        cls=cls.__name__,
         count=count,
         parameters=parameters,
         forward_flops=sum(cost.flops for cost in costs) / count,

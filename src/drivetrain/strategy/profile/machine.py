@@ -16,6 +16,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 
 from drivetrain.core.files import load_json, read_limited, replace_bytes
-from drivetrain.runtime.device import usable_cpus
+from drivetrain.runtime.device import device_memory, usable_cpus
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.strategy.device_spec import DeviceSpec, preset_named_like
@@ -47,6 +48,7 @@ _LEAST_SECONDS = 3.0  # what a child needs to start and measure anything
 _CHILD_SECONDS = 6.0  # of these, what a child on an accelerator does not measure in
 _CPU_SECONDS = 2.0  # for all measurements on a CPU
 _MOST_RANKS = 8
+_LAUNCHER = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT GROUP_RANK TORCHELASTIC_RUN_ID".split()
 _LATENCY = {"cuda": 10e-6, "cpu": 100e-6}
 _INTER_LATENCY = 20e-6
 _LAUNCH = {"cuda": 6e-6, "cpu": 3e-6}
@@ -140,9 +142,8 @@ def learn(machine: MachineProfile, prediction: Prediction, result: TrialResult) 
     if machine.evidence == "measured" and result.outcome == "ok":
         path = _cache_file(torch.device(machine.kind), _local_ranks())
         if (kept := read_machine(path)) is not None and kept.device == machine.device:
-            write_machine(
-                path, replace(kept, reserve_share=machine.reserve_share, corrections=dict(machine.corrections))
-            )
+            corrections = dict(machine.corrections)
+            write_machine(path, replace(kept, reserve_share=machine.reserve_share, corrections=corrections))
     return machine
 
 
@@ -176,14 +177,8 @@ def _local_ranks() -> int:
 
 
 def _cache_file(device: torch.device, ranks: int) -> Path:
-    return cache_file(
-        device=device_name(device),
-        kind=device.type,
-        driver=driver_version(device),
-        torch=torch.__version__,
-        ranks=ranks,
-        cpus=usable_cpus(),
-    )
+    name, driver, cpus = device_name(device), driver_version(device), usable_cpus()
+    return cache_file(device=name, kind=device.type, driver=driver, torch=torch.__version__, ranks=ranks, cpus=cpus)
 
 
 def _measured(device: torch.device, limit: float, ranks: int, known: Sequence[str] = ()) -> Figures | None:
@@ -191,21 +186,21 @@ def _measured(device: torch.device, limit: float, ranks: int, known: Sequence[st
     count = _group_size(device, ranks)
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
         children = []
-        seconds = _CPU_SECONDS if device.type == "cpu" else max(1.0, limit - _CHILD_SECONDS)
         environment = {key: value for key, value in os.environ.items() if key not in _LAUNCHER}
         environment["PYTHONPATH"] = os.pathsep.join(part for part in sys.path if part)
+        asked: Figures = {
+            "seconds": _CPU_SECONDS if device.type == "cpu" else max(1.0, limit - _CHILD_SECONDS),
+            "world": count,
+            "store": f"{folder}/store",
+            "known": list(known),
+            "threads": max(1, torch.get_num_threads() // count) if device.type == "cpu" else 0,
+        }
         for rank in range(count):
             place = f"cuda:{(device.index or 0) if count == 1 else rank}" if device.type == "cuda" else device.type
-            asked = {"device": place, "seconds": seconds, "rank": rank, "world": count, "store": f"{folder}/store"}
-            asked["known"] = list(known)
-            asked["threads"] = max(1, torch.get_num_threads() // count) if device.type == "cpu" else 0
-            command = [sys.executable, "-m", "drivetrain.strategy.profile.measure_machine", json.dumps(asked)]
-            out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-            children.append(
-                subprocess.Popen(
-                    command, stdout=out, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, env=environment, text=True
-                )
-            )
+            text = json.dumps({"device": place, "rank": rank, **asked})
+            command = [sys.executable, "-m", "drivetrain.strategy.profile.measure_machine", text]
+            out, none = subprocess.PIPE if rank == 0 else subprocess.DEVNULL, subprocess.DEVNULL
+            children.append(subprocess.Popen(command, stdout=out, stderr=none, stdin=none, env=environment, text=True))
         end = time.monotonic() + limit
         try:
             try:
@@ -233,11 +228,6 @@ def _last_line(answer: str) -> Figures | None:
         with contextlib.suppress(ValueError):
             return json.loads(line)
     return None
-
-
-_LAUNCHER = frozenset(
-    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT GROUP_RANK TORCHELASTIC_RUN_ID".split()
-)
 
 
 def _group_size(device: torch.device, ranks: int) -> int:
@@ -299,31 +289,18 @@ def driver_version(device: torch.device) -> str:
 
 def memory_bytes(device: torch.device) -> tuple[int, int] | None:
     """Return total and free bytes of a device, or None if reading them would initialize it."""
-    if device.type == "cuda":
-        if torch.cuda.is_initialized():
-            free, total = torch.cuda.mem_get_info(device)
-            return total, free
-        answer = _smi(device, "memory.total,memory.free")
-        parts = [part.strip() for part in answer.split(",")]
-        if len(parts) == 2 and all(part.isdigit() for part in parts):
-            return int(parts[0]) * 2**20, int(parts[1]) * 2**20
-        return None
-    return host_memory() if device.type == "cpu" else None
+    if device.type != "cuda":
+        return host_memory() if device.type == "cpu" else None
+    if torch.cuda.is_initialized():
+        free, total = torch.cuda.mem_get_info(device)
+        return total, free
+    total_and_free = re.fullmatch(r"(\d+), *(\d+)", _smi(device, "memory.total,memory.free"))
+    return None if total_and_free is None else (int(total_and_free[1]) * 2**20, int(total_and_free[2]) * 2**20)
 
 
 def host_memory() -> tuple[int, int]:
     """Return total and available bytes of this host, or of the container that limits this process."""
-    total = free = 0
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            key, _, rest = line.partition(":")
-            if key == "MemTotal":
-                total = int(rest.split()[0]) * 1024
-            elif key == "MemAvailable":
-                free = int(rest.split()[0]) * 1024
-    except OSError:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        free = total // 2
+    free, total = device_memory("cpu")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
@@ -414,14 +391,9 @@ def timetable_from_plain(held: Figures) -> Timetable:
     for name, grid in dict(held["grids"]).items():
         axes = tuple(tuple(map(float, axis)) for axis in grid["axes"])
         values = tuple(map(float, grid["values"]))
-        is_rising = all(a < b for axis in axes for a, b in pairwise(axis)) and all(
-            axis and axis[0] > 0 for axis in axes
-        )
-        if (
-            len(values) != math.prod(map(len, axes))
-            or not is_rising
-            or not all(0 < value < math.inf for value in values)
-        ):
+        is_rising = all(axis and axis[0] > 0 and all(a < b for a, b in pairwise(axis)) for axis in axes)
+        is_positive = all(0 < value < math.inf for value in values)
+        if len(values) != math.prod(map(len, axes)) or not is_rising or not is_positive:
             raise ValueError(f"the times of {name} are not a grid")
         grids[str(name)] = Grid(axes, values)
     host = {str(name): float(value) for name, value in dict(held["host"]).items()}

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,8 +55,7 @@ def measure(
     if world > 1:
         found["link"] = _link(device, rank, world, store)
     if rank == 0:
-        host = _host_seconds(device)
-        found["times"] = {"host": host, "grids": {}, "is_complete": False}
+        found["times"] = {"host": _host_seconds(device), "grids": {}, "is_complete": False}
         for name, grid in measure_operators(device, end - time.perf_counter(), known):
             found["times"]["grids"][name] = grid
             report(found)
@@ -130,14 +130,15 @@ def _products_rate(
     for rows, inner, columns in shapes:
         left = torch.randn(rows, inner, device=device).to(dtype)
         right = torch.randn(inner, columns, device=device).to(dtype)
-
-        def multiply(left: torch.Tensor = left, right: torch.Tensor = right) -> None:
-            for _ in range(repeats):
-                left @ right
-
-        seconds += _seconds_of(multiply, device, limit / len(shapes)) / repeats
+        products = partial(_repeat, repeats, torch.matmul, left, right)
+        seconds += _seconds_of(products, device, limit / len(shapes)) / repeats
         work += 2.0 * rows * inner * columns
     return work / seconds
+
+
+def _repeat(times: int, function: Callable[..., object], *args: object) -> None:
+    for _ in range(times):
+        function(*args)
 
 
 def _float8_rate(device: torch.device, limit: float) -> float:
@@ -145,13 +146,9 @@ def _float8_rate(device: torch.device, limit: float) -> float:
     left = torch.randn(size, size, device=device).to(torch.float8_e4m3fn)
     right = torch.randn(size, size, device=device).to(torch.float8_e4m3fn).t()
     one = torch.ones((), device=device)
-    multiply = torch._scaled_mm  # what `F.scaled_mm` of later versions calls
-
-    def work() -> None:
-        for _ in range(4):
-            multiply(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-
-    return 4 * 2.0 * size**3 / _seconds_of(work, device, limit)
+    # `torch._scaled_mm` is what `F.scaled_mm` of later versions calls.
+    multiply = partial(torch._scaled_mm, left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    return 4 * 2.0 * size**3 / _seconds_of(partial(_repeat, 4, multiply), device, limit)
 
 
 def _bandwidth(device: torch.device, limit: float) -> float:
@@ -189,9 +186,8 @@ def _link(device: torch.device, rank: int, world: int, store: str) -> list[list[
 
     keep_to_loopback()
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=20)
-    )
+    place, limit = f"file://{store}", timedelta(seconds=20)
+    dist.init_process_group(backend, init_method=place, rank=rank, world_size=world, timeout=limit)
     try:
         points = []
         for size in _SIZES["cuda" if device.type == "cuda" else "cpu"]:
@@ -234,40 +230,29 @@ _DEPTH = 25
 
 def _host_seconds(device: torch.device) -> dict[str, float]:
     """Return what the host pays for an operator of a small model in both directions, and for a view."""
-    blocks = nn.Sequential(*[_Residual() for _ in range(_DEPTH)]).to(device)
-    forward, backward = _both_ways(blocks, torch.ones(8, 8, device=device), device)
-    found = {"forward": forward[0] / forward[1], "backward": backward[0] / backward[1]}
-    x = torch.ones(64, device=device)
-    found["view"] = _shortest(lambda: [x.view(8, 8) for _ in range(100)], device) / 100
-    return found
+    model, x = nn.Sequential(*[_Residual() for _ in range(_DEPTH)]).to(device), torch.ones(8, 8, device=device)
+    with _Counting() as forward:
+        loss = model(x).sum()
+    with _Counting() as backward:
+        loss.backward()
+    losses: list[Tensor] = []
+    flat = torch.ones(64, device=device)
+    return {
+        "forward": _shortest(lambda: losses.append(model(x).sum()), device) / forward.count,
+        "backward": _shortest(lambda: losses.pop().backward(), device) / max(1, backward.count),
+        "view": _shortest(lambda: [flat.view(8, 8) for _ in range(100)], device) / 100,
+    }
 
 
 def _shortest(work: Call, device: torch.device) -> float:
     """Return the host's shortest time for a call."""
     best = float("inf")
     for _ in range(12):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        _wait(device)
         start = time.perf_counter()
         work()
         best = min(best, time.perf_counter() - start)
     return best
-
-
-Timed = tuple[float, int]
-"""Seconds, and the number of operators."""
-
-
-def _both_ways(model: nn.Module, x: Tensor, device: torch.device) -> tuple[Timed, Timed]:
-    """Return what forward and backward cost the host."""
-    with _Counting() as forward:
-        loss = model(x).sum()
-    with _Counting() as backward:
-        loss.backward()
-    losses: list[Tensor] = []
-    there = _shortest(lambda: losses.append(model(x).sum()), device)
-    back = _shortest(lambda: losses.pop().backward(), device)
-    return (there, forward.count), (back, max(1, backward.count))
 
 
 def _report(found: Figures) -> None:
@@ -285,7 +270,7 @@ def main(arguments: str) -> None:
         torch.cuda.set_device(device)
     found = measure(device, asked["seconds"], asked["rank"], asked["world"], asked["store"], asked["known"], _report)
     if asked["rank"] == 0:
-        print(json.dumps(found), flush=True)
+        _report(found)
 
 
 if __name__ == "__main__":

@@ -111,9 +111,8 @@ def _questions(device: torch.device) -> Iterator[Question]:
     is_gpu = device.type == "cuda"
     half = "bfloat16" if not is_gpu or torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
     make = _Tensors(device)
-    sizes: Axes = (
-        ((2.0**14, 2.0**18, 2.0**22, 2.0**25, 2.0**28, 2.0**30),) if is_gpu else ((2.0**12, 2.0**16, 2.0**20, 2.0**23),)
-    )
+    powers = (14, 18, 22, 25, 28, 30) if is_gpu else (12, 16, 20, 23)
+    sizes: Axes = (tuple(2.0**power for power in powers),)
     for name in ("float32", half):
         yield from _first_traffic(make, name, sizes)
     first = (half, "float32") if is_gpu else ("float32", half)

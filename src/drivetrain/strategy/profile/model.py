@@ -9,7 +9,6 @@ What only some plans need (compiled graphs, checkpointed blocks) are separate pa
 take longer than everything else.
 """
 
-import contextlib
 import functools
 import gc
 import math
@@ -17,7 +16,6 @@ import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from drivetrain.core.types import Batch
 from drivetrain.module.blocks import find_blocks
 from drivetrain.module.checkpointing import checkpoint_blocks
+from drivetrain.module.probing import attributes_set
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.strategy.profile.fake_world import (
     Deadline,
@@ -44,7 +43,6 @@ from drivetrain.strategy.profile.few_blocks import (
     with_depth,
 )
 from drivetrain.strategy.profile.findings import (
-    ROUNDING,
     SIZES,
     Findings,
     bytes_behind,
@@ -54,13 +52,12 @@ from drivetrain.strategy.profile.findings import (
     small_step,
     state_bytes,
     state_tensors,
-    tensors_of,
     upper_lines,
 )
-from drivetrain.strategy.profile.operations import fused, work_of
+from drivetrain.strategy.profile.operations import fused, tensors_of, work_of
 from drivetrain.strategy.profile.step_memory import StepMemory, mean_of_outputs
-from drivetrain.strategy.profile.torch_private import captured_saved_bytes, fake_mode, traced_saved_bytes
-from drivetrain.strategy.profile.unit_recorder import OperationList, UnitRecorder, saving_hooks
+from drivetrain.strategy.profile.torch_private import ROUNDING, captured_saved_bytes, fake_mode, traced_saved_bytes
+from drivetrain.strategy.profile.unit_recorder import OperationList, UnitRecorder, hooked
 from drivetrain.strategy.profile.values import ARITHMETICS, COMPILED, FUSED, PARTS, ModelProfile
 from drivetrain.strategy.task import TrainingTask
 
@@ -132,17 +129,19 @@ class _FakeRuns:
             raise ValueError("the task has no samples")
         self.mode = fake_mode()
         self.model = fake_model(task, self.mode)
+        self._parameters, self._buffers = list(self.model.parameters()), list(self.model.buffers())
         self.groups = find_blocks(self.model)
         if len(self.groups) == 1 and self.groups[0].members[0] is self.model:
             self.groups = []  # a model without blocks is all rest
         self.inputs = {size: prepared_inputs(task, size, self.mode) for size in SIZES}
+        self._note = self.found.notes.append
         self._is_regular = True  # whether blocks allocate alike, as far as is known
         self.optimizer: torch.optim.Optimizer | None = None
         self.optimizer_bytes = self.optimizer_temporaries = 0
         self._add_optimizer()
 
     def profile(self, parts: Collection[str]) -> ModelProfile:
-        """Make the runs that have not been made, the most useful first, and put the profile together."""
+        """Make the runs that have not been made, the most useful first, and return the profile."""
         if not self.is_begun:
             with self.deadline.at_least(LEAST_SECONDS):
                 for arithmetic in ARITHMETICS:
@@ -152,9 +151,8 @@ class _FakeRuns:
             if part not in self._tried and (part in parts or part in ARITHMETICS):
                 self._tried.add(part)
                 self._find_out(part)
-        return self.found.profile(
-            self.model, self.groups, self.inputs, self.optimizer_bytes, self.optimizer_temporaries
-        )
+        optimizer = self.optimizer_bytes, self.optimizer_temporaries
+        return self.found.profile(self.model, self.groups, self.inputs, *optimizer)
 
     def _find_out(self, part: str) -> None:
         """Make the runs of one part, where there is time for it."""
@@ -166,26 +164,28 @@ class _FakeRuns:
             return
         name = f"the peak in {arithmetic}" + (f" with {what} checkpointing" if what else "")
         if not self.deadline.allows(len(SIZES) * self._step_seconds):
-            self.found.notes.append(f"out of time before {name} was tracked")
+            self._note(f"out of time before {name} was tracked")
             return
         try:
-            with _checkpointed(self.model, what) if what else contextlib.nullcontext():
+            classes = [(module, "__class__", type(module)) for module in self.model.modules()] if what else []
+            with attributes_set(classes):
+                if what:
+                    checkpoint_blocks(self.model, mode=what)  # type: ignore[arg-type]
                 self._track_peak(arithmetic, part)
         except OutOfTime:
             self.model.zero_grad(set_to_none=True)
-            self.found.notes.append(f"out of time while {name} was tracked")
+            self._note(f"out of time while {name} was tracked")
 
     def _add_optimizer(self) -> None:
         if self.task.optim_func is None:
             return
-        trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        sizes = [parameter.numel() * parameter.element_size() for parameter in trainable]
+        sizes = [p.numel() * p.element_size() for p in self._parameters if p.requires_grad]
         try:
             state, temporary, is_foreach = small_step(self.task)
             self.optimizer_bytes = int(state * sum(sizes))
             self.optimizer_temporaries = int(temporary * (sum(sizes) if is_foreach else max(sizes, default=0)))
         except Exception as error:  # the user's own optimizer, on parameters it may not expect
-            self.found.notes.append(f"the optimizer's temporaries are unknown: a small step failed ({_short(error)})")
+            self._note(f"the optimizer's temporaries are unknown: a small step failed ({_short(error)})")
         try:
             with self.mode:
                 self.optimizer = optimizer_with_state(self.task, self.model)
@@ -193,46 +193,39 @@ class _FakeRuns:
                 self.optimizer_bytes = state_bytes(self.optimizer)
         except Exception as error:
             self.model.zero_grad(set_to_none=True)
-            self.found.notes.append(
-                f"the optimizer's state is taken in proportion from a small step: on fake tensors it failed ({_short(error)})"
-            )
+            failed = f"on fake tensors it failed ({_short(error)})"
+            self._note(f"the optimizer's state is taken in proportion from a small step: {failed}")
 
     def _record_units(self, arithmetic: str) -> None:
         for size in SIZES:
             is_first = (arithmetic, size) == (ARITHMETICS[0], SIZES[0])
             run = self._recorded if is_first or not self._is_uniform() else self._continued
-            recorder, outputs = run(arithmetic, size)
-            self.found.outputs.setdefault(arithmetic, {})[size] = outputs
-            self.found.units.setdefault(arithmetic, {})[size] = recorder.totals
-            self.found.recorders.setdefault(arithmetic, {})[size] = recorder
+            self.found.recorders[arithmetic, size] = run(arithmetic, size)
 
-    def _recorded(self, arithmetic: str, size: int) -> tuple[UnitRecorder, float]:
-        """Return what one forward pass and its loss did and kept, and the bytes of the model's output."""
+    def _recorded(self, arithmetic: str, size: int) -> UnitRecorder:
+        """Return what one forward pass and its loss did and kept."""
         members = {member: index for index, group in enumerate(self.groups) for member in group.members}
         known = [*self.model.parameters(), *self.model.buffers(), *tensors_of(self.inputs[size])]
         recorder = UnitRecorder(members, len(self.groups), known, self.deadline.check)
-        handles = recorder.watch(self.model)
-        try:
-            with self.mode, StandIns(), _autocast(arithmetic), recorder, saving_hooks(recorder):
-                outputs = self.task.call(self.model, self.inputs[size])
-                recorder.is_in_loss = True
-                loss_of(self.task, self.inputs[size], outputs)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return recorder, float(bytes_behind(tensors_of(outputs)))
+        hooks = hooked(recorder.watch(self.model))
+        with hooks, self.mode, StandIns(), _autocast(arithmetic), recorder, recorder.counted_saves():
+            outputs = self.task.call(self.model, self.inputs[size])
+            recorder.is_in_loss = True
+            loss_of(self.task, self.inputs[size], outputs)
+        recorder.output_bytes = float(bytes_behind(tensors_of(outputs)))
+        return recorder
 
-    def _continued(self, arithmetic: str, size: int) -> tuple[UnitRecorder, float]:
-        """Return the same from runs with two and with three of the blocks, continued."""
+    def _continued(self, arithmetic: str, size: int) -> UnitRecorder:
+        """Return the same from runs with two and with three of the blocks, extrapolated."""
         container = self._container()
         assert container is not None
         runs = []
         for depth in (2, 3):
             with with_depth(container, depth):
                 runs.append(self._recorded(arithmetic, size))
-        (recorder, outputs), (longer, _) = runs
+        recorder, longer = runs
         recorder.continue_to(longer, len(container) - 2)
-        return recorder, outputs
+        return recorder
 
     @functools.cache  # noqa: B019 - as below
     def _is_uniform(self) -> bool:
@@ -240,9 +233,8 @@ class _FakeRuns:
         container = self._container()
         if container is None or len(container) <= 2 * (2 + 3):  # else nothing is saved
             return False
-        whole = self.found.recorders[ARITHMETICS[0]][SIZES[0]]
-        few, _ = self._continued(ARITHMETICS[0], SIZES[0])
-        return few.amounts() == whole.amounts()
+        first = ARITHMETICS[0], SIZES[0]
+        return self._continued(*first).amounts() == self.found.recorders[first].amounts()
 
     def _track_peak(self, arithmetic: str, name: str) -> None:
         was_regular = self._is_regular
@@ -251,51 +243,43 @@ class _FakeRuns:
             timelines = {size: self._timeline(arithmetic, self.inputs[size]) for size in SIZES}
         if name in ARITHMETICS:
             self._record_work(name, timelines)
-        lines, parts = upper_lines(SIZES, [timelines[size] for size in SIZES])
-        if not parts:
-            self.found.notes.append(
-                f"{name}: the two runs allocated in a different order; the peak is interpolated between theirs"
-            )
+        lines, are_alike = upper_lines(SIZES, [timelines[size] for size in SIZES])
+        if not are_alike:
+            self._note(f"{name}: the two runs allocated in a different order; the peak is interpolated between theirs")
         extra = 0.0 if self.optimizer is not None else float(self.optimizer_bytes)
         self.found.lines[name] = tuple((fixed + extra, each) for fixed, each in lines)
-        self.found.parts[name] = parts | ({"optimizer": (extra, 0.0)} if extra else {})
 
     def _record_work(self, name: str, timelines: Mapping[int, StepMemory | DeeperTimeline]) -> None:
-        """Write the operators of both runs down, as they are and as a compiler runs them; few blocks stand for all."""
+        """Record the operators of both runs, as they are and as a compiler runs them; few blocks represent all."""
         lists = [timelines[size].operations for size in SIZES]
         small, large = ([] if one is None else one.calls for one in lists)
-        container = self._container()
-        is_deep = isinstance(timelines[SIZES[0]], DeeperTimeline)
+        container, is_deep = self._container(), isinstance(timelines[SIZES[0]], DeeperTimeline)
         more = len(container) / BLOCKS_RUN if is_deep and container is not None else 1.0
         self.found.work[name] = work_of(SIZES, [small, large], more)
         self.found.work[name + FUSED] = work_of(SIZES, [fused(small), fused(large)], more)
 
     def _timeline(self, arithmetic: str, inputs: Batch) -> StepMemory | DeeperTimeline:
         """Return the allocations of one step, of a deep model found from four of its blocks."""
-        container = self._container()
+        container, timeline = self._container(), StepMemory(ROUNDING, self.deadline.check)
         if container is None or len(container) <= BLOCKS_RUN or not self._is_regular:
-            return self._step(arithmetic, inputs, StepMemory(ROUNDING, self.deadline.check), contextlib.nullcontext())
-        timeline = StepMemory(ROUNDING, self.deadline.check)
-        marks = BlockMarks(timeline, list(container)[:BLOCKS_RUN])
-        try:
-            self._step(arithmetic, inputs, timeline, with_depth(container, BLOCKS_RUN))
-        finally:
-            marks.remove()
+            self._step(arithmetic, inputs, timeline)
+            return timeline
+        marks = BlockMarks(timeline)
+        with with_depth(container, BLOCKS_RUN), hooked(marks.watch(container)):
+            self._step(arithmetic, inputs, timeline)
         deeper = DeeperTimeline.made_of(timeline, marks, len(container) - BLOCKS_RUN)
         self._is_regular = deeper is not None
         return timeline if deeper is None else deeper
 
-    def _step(
-        self, arithmetic: str, inputs: Batch, timeline: StepMemory, shortened: AbstractContextManager[None]
-    ) -> StepMemory:
-        """Write down the allocations of a step that begins with optimizer state and without gradients."""
+    def _step(self, arithmetic: str, inputs: Batch, timeline: StepMemory) -> None:
+        """Record the allocations of a step that begins with optimizer state and without gradients."""
         started = time.monotonic()
-        parameters, buffers = list(self.model.parameters()), list(self.model.buffers())  # of the whole model
+        parameters = self._parameters
         operations = timeline.operations = OperationList()
-        handles = operations.watch(member for group in self.groups if group.repeats for member in group.members)
-        with shortened, self.mode, StandIns(), timeline:
+        blocks = [member for group in self.groups if group.repeats for member in group.members]
+        with hooked(operations.watch(blocks)), self.mode, StandIns(), timeline:
             timeline.register(parameters, "parameters")
-            timeline.register(buffers, "buffers")
+            timeline.register(self._buffers, "buffers")
             timeline.register(state_tensors(self.optimizer) if self.optimizer is not None else [], "optimizer")
             timeline.register(tensors_of(inputs), "inputs")
             with _autocast(arithmetic):
@@ -304,47 +288,39 @@ class _FakeRuns:
             loss.backward()
             timeline.register([parameter.grad for parameter in parameters if parameter.grad is not None], "gradients")
             timeline.freeze()
-        for handle in handles:
-            handle.remove()
         self.model.zero_grad(set_to_none=True)
         self._step_seconds = time.monotonic() - started
-        return timeline
 
     def _capture(self, arithmetic: str) -> None:
         """Capture the compiled graphs at two batch sizes; of a deep model only one and two blocks, when that is all that differs."""
+        what = f"compiled {arithmetic}"
         if any(work.key.startswith("recurrent") for work in self.found.work.get(arithmetic, ())):
-            self.found.notes.append(
-                f"compiled {arithmetic}: recurrent layers are not compiled and keep what eager mode keeps"
-            )
+            self._note(f"{what}: recurrent layers are not compiled and keep what eager mode keeps")
             return
         saved: list[float] = []
-        expected = self._capture_seconds or _CAPTURE_STEPS * self._step_seconds
         for size in SIZES:
-            if not self.deadline.allows(expected):
+            if not self.deadline.allows(self._capture_seconds or _CAPTURE_STEPS * self._step_seconds):
                 break
             started = time.monotonic()
             try:
                 saved.append(self._captured(arithmetic, size))
-                expected = self._capture_seconds = time.monotonic() - started
+                self._capture_seconds = time.monotonic() - started
             except Exception as error:  # code that the compiler cannot follow either
-                self.found.notes.append(
-                    f"compiled {arithmetic}: the forward graph could not be captured ({_short(error)})"
-                )
+                self._note(f"{what}: the forward graph could not be captured ({_short(error)})")
                 return
+        if not saved:
+            self._note(f"{what}: out of time before the forward graph was captured")
+            return
         if len(saved) == len(SIZES):
             fixed, each = line_through(SIZES, saved)
-        elif saved:
-            fixed, each = 0.0, saved[0] / SIZES[0]
-            self.found.notes.append(
-                f"compiled {arithmetic}: there was time for one batch size only, so all memory is taken as proportional to the batch"
-            )
         else:
-            self.found.notes.append(f"compiled {arithmetic}: out of time before the forward graph was captured")
-            return
+            fixed, each = 0.0, saved[0] / SIZES[0]
+            self._note(
+                f"{what}: there was time for one batch size only, so all memory is taken as proportional to the batch"
+            )
         self.found.compiled[arithmetic] = fixed, each
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        state = float(bytes_behind(tensors) + self.optimizer_bytes)
-        gradients = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+        state = float(bytes_behind([*self._parameters, *self._buffers]) + self.optimizer_bytes)
+        gradients = sum(p.numel() * p.element_size() for p in self._parameters if p.requires_grad)
         inputs = bytes_behind(tensors_of(self.inputs[SIZES[1]])) / SIZES[1]
         self.found.lines[arithmetic + COMPILED] = ((state + gradients, inputs), (state + fixed, each + inputs))
 
@@ -368,21 +344,19 @@ class _FakeRuns:
         container = shortened_container(self.model, self.groups)
         if container is None or len(container) <= MOST_CAPTURED:
             return None
-        whole = self.found.units[ARITHMETICS[0]][SIZES[0]]
+        first = ARITHMETICS[0], SIZES[0]
+        whole = self.found.recorders[first].totals
         block = next(index for index, group in enumerate(self.groups) if group.repeats)
         try:
             with with_depth(container, 2):
-                short = self._recorded(ARITHMETICS[0], SIZES[0])[0].totals
+                short = self._recorded(*first).totals
         except OutOfTime:
             raise
         except Exception:  # the forward asks for blocks by number, or counts them
             return None
-        share = 2 / len(container)
-        is_same = math.isclose(short[block].flops, share * whole[block].flops, rel_tol=1e-6)
-        others = all(
-            math.isclose(short[index].flops, whole[index].flops, rel_tol=1e-6) for index in whole if index != block
-        )
-        return container if is_same and others else None
+        expected = {index: (2 / len(container) if index == block else 1.0) * whole[index].flops for index in whole}
+        is_same = all(math.isclose(short[index].flops, flops, rel_tol=1e-6) for index, flops in expected.items())
+        return container if is_same else None
 
 
 def _autocast(arithmetic: str) -> AbstractContextManager[object]:
@@ -392,18 +366,6 @@ def _autocast(arithmetic: str) -> AbstractContextManager[object]:
 def _short(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
-
-
-@contextmanager
-def _checkpointed(model: nn.Module, mode: Any) -> Iterator[None]:
-    classes = {module: type(module) for module in model.modules()}
-    checkpoint_blocks(model, mode=mode)
-    try:
-        yield
-    finally:
-        for module, cls in classes.items():
-            if type(module) is not cls:
-                module.__class__ = cls
 
 
 @contextmanager

@@ -12,10 +12,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod, sqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from drivetrain.strategy.profile.values import Line, Work
 
@@ -26,9 +27,7 @@ VIEW = "view"
 """The key of operators that cost the host a call and the device nothing."""
 BY_WIDTH = ("norm", "softmax", "reduction/inner", "reduction/outer")
 """Beginnings of keys whose time depends on the width of a row (or the number of channels) and on the bytes moved."""
-_WHOLE = frozenset(
-    {"product", "batched", "attention", "conv", "depthwise", "grouped", "patch", "scatter", "sort", "scan", "recurrent"}
-)
+_WHOLE = frozenset("product batched attention conv depthwise grouped patch scatter sort scan recurrent".split())
 """First parts of keys of operators that a compiler leaves as they are."""
 _TWICE = frozenset({"norm/batch", "norm/group"})
 """Norms over more than a row: everything is read for the statistics, and again to be normalised."""
@@ -83,9 +82,17 @@ def touched(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), held)
 
 
+def tensors_of(values: object) -> list[Tensor]:
+    """Return the tensors inside nested values."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
 # Which kind an operator is, and which sizes decide its time.
 
-_PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "_scaled_mm": (0, 1), "_int_mm": (0, 1), "addmm_": (1, 2)}
+_PRODUCTS = {
+    **dict.fromkeys(("mm", "_scaled_mm", "_int_mm", "_grouped_mm"), (0, 1)),
+    **dict.fromkeys(("addmm", "addmm_"), (1, 2)),
+}
 _BATCHED = {"bmm": (0, 1), "baddbmm": (1, 2)}
 _RECURRENT = frozenset({"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"})
 _NORMS = {
@@ -123,36 +130,30 @@ _REDUCTIONS = frozenset(
 def described(
     func: "Operation",
     name: str,
-    args: Sequence[object],
+    args: Sequence[Any],
     kwargs: Mapping[str, object],
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
 ) -> tuple[str, tuple[float, ...]]:
     """Return the key of an operator and the sizes that determine its time."""
+    way = "backward" if name.endswith("_backward") else "forward"
     if name in _PRODUCTS:
         left, right = (args[index] for index in _PRODUCTS[name])
-        assert isinstance(left, Tensor) and isinstance(right, Tensor)
-        return _product(left, right), (float(left.shape[0]), float(right.shape[1]), float(left.shape[1]))
-    if name == "_grouped_mm":  # every row meets one expert
-        left, right = args[0], args[1]
-        assert isinstance(left, Tensor) and isinstance(right, Tensor)
-        return "product", (float(left.shape[-2]), float(right.shape[-1]), float(left.shape[-1]))
+        # In a grouped product every row meets one expert.
+        key = "product" if name == "_grouped_mm" else _product(left, right)
+        return key, (float(left.shape[-2]), float(right.shape[-1]), float(left.shape[-1]))
     if name in _RECURRENT:
-        x, gates, hidden = args[0], args[1], args[2]
-        assert isinstance(x, Tensor) and isinstance(gates, Tensor) and isinstance(hidden, Tensor)
-        way = "backward" if name.endswith("_backward") else "forward"
+        x, gates, hidden = args[:3]
         sizes = (*x.shape[:2], gates.shape[0], gates.shape[1], hidden.shape[1])
         return f"recurrent/{way}", tuple(map(float, sizes))
     if name in _BATCHED:
         left, right = (args[index] for index in _BATCHED[name])
-        assert isinstance(left, Tensor) and isinstance(right, Tensor)
         batch = max(left.shape[0] if left.ndim == 3 else 1, right.shape[0] if right.ndim == 3 else 1)
         return "batched", (float(batch), sqrt(left.shape[-2] * right.shape[-1]), float(left.shape[-1]))
     if name in ("convolution", "convolution_backward", "_convolution", "convolution_overrideable"):
         return _convolution(name, args)
     if "scaled_dot_product" in name:
         return _attention(name, args, kwargs)
-    way = "backward" if name.endswith("_backward") else "forward"
     if (norm := _NORMS.get(name.removesuffix("_backward"))) is not None:
         layout = "/last" if norm == "norm/batch" and _channels_last(inputs[0]) else ""
         width = inputs[0].shape[1] if norm != "norm/layer" and inputs[0].ndim > 1 else _normalised(args)
@@ -163,10 +164,8 @@ def described(
             return ("copy/turned" if is_turned else "copy"), ()
         if known == "softmax":
             return f"softmax/{'backward' if 'backward' in name else 'forward'}", (float(max(1, *inputs[0].shape[-1:])),)
-        if known in ("gather", "scatter", "pool"):
-            return f"{known}/{way}" if known == "pool" else known, ()
-        return known, ()
-    if name in _REDUCTIONS or (torch.Tag.reduction in func.tags if hasattr(torch.Tag, "reduction") else False):
+        return f"pool/{way}" if known == "pool" else known, ()
+    if name in _REDUCTIONS or torch.Tag.reduction in func.tags:
         return _reduction(inputs[0], outputs[0])
     if torch.Tag.pointwise in func.tags or name.endswith(("_", "_backward")):
         return _elementwise(inputs, outputs), ()
@@ -205,11 +204,8 @@ def _elementwise(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
     """Return the dimensions from the slowest to the fastest one; those of one element, or repeated, mean nothing."""
-    strides = [
-        (stride, index)
-        for index, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape))
-        if size > 1 and stride
-    ]
+    dims = enumerate(zip(tensor.stride(), tensor.shape))
+    strides = [(stride, index) for index, (stride, size) in dims if size > 1 and stride]
     return tuple(index for _, index in sorted(strides, reverse=True))
 
 
@@ -227,35 +223,25 @@ def _reduction(source: Tensor, result: Tensor) -> tuple[str, tuple[float, ...]]:
     return "reduction/inner", (max(1.0, source.numel() / result.numel()),)
 
 
-def _attention(name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[str, tuple[float, ...]]:
+def _attention(name: str, args: Sequence[Any], kwargs: Mapping[str, object]) -> tuple[str, tuple[float, ...]]:
     is_backward = "backward" in name
-    query, key = (args[1], args[2]) if is_backward else (args[0], args[1])
-    assert isinstance(query, Tensor) and isinstance(key, Tensor)
+    query, key = args[1:3] if is_backward else args[:2]
     length = sqrt(query.shape[-2] * key.shape[-2])
-    flags = [value for value in args if isinstance(value, bool)]
-    kind = "causal" if any(flags[:1]) else "full"
-    drops = any(isinstance(value, float) and value > 0 for value in args)
     if kwargs.get("attn_mask") is not None:
         kind = "masked"
-    elif drops:
+    elif any(isinstance(value, float) and value > 0 for value in args):
         kind = "dropout"
+    else:
+        kind = "causal" if next((value for value in args if isinstance(value, bool)), False) else "full"
     way = "backward" if is_backward else "forward"
     return f"attention/{kind}/{way}", (float(prod(query.shape[:-2])), length, float(query.shape[-1]))
 
 
-def _convolution(name: str, args: Sequence[object]) -> tuple[str, tuple[float, ...]]:
+def _convolution(name: str, args: Sequence[Any]) -> tuple[str, tuple[float, ...]]:
     """Return the kind of a convolution: of all channels with all, in groups, of each channel, or of separate patches."""
     is_backward = name == "convolution_backward"
     gradient = args[0] if is_backward else None
-    x, weight = (args[1], args[2]) if is_backward else (args[0], args[1])
-    stride = args[4] if is_backward else args[3]
-    transposed, groups = (args[7], args[9]) if is_backward else (args[6], args[8])
-    assert (
-        isinstance(x, Tensor)
-        and isinstance(weight, Tensor)
-        and isinstance(groups, int)
-        and isinstance(stride, list | tuple)
-    )
+    x, weight, _, stride, _, _, transposed, _, groups = args[1:10] if is_backward else args[:9]
     way, layout = "backward" if is_backward else "forward", "last" if _channels_last(x) else "first"
     kernel = prod(weight.shape[2:])
     if isinstance(gradient, Tensor):
@@ -381,9 +367,11 @@ def is_whole(call: Called) -> bool:
 
 def _ends(call: Called) -> bool:
     """Return whether a kernel ends with this operator: its result is known only when everything has been read."""
-    return (
-        call.key in ("reduction/outer", "reduction/all") or call.key.rpartition("/")[0].removesuffix("/last") in _TWICE
-    )
+    return call.key in ("reduction/outer", "reduction/all") or _reads_twice(call)
+
+
+def _reads_twice(call: Called) -> bool:
+    return call.key.rpartition("/")[0].removesuffix("/last") in _TWICE
 
 
 def _kernel(root: int, calls: list[Called], places: list[int], used: Mapping[int, set[int]], last: set[int]) -> Called:
@@ -401,8 +389,8 @@ def _kernel(root: int, calls: list[Called], places: list[int], used: Mapping[int
                 read[number] = max(read.get(number, 0.0), size)
         made.update(number for number, _ in call.outputs)
         if used.get(place, set()) - {root} or (place in last and not used.get(place)):
-            written.update({number: max(size, written.get(number, 0.0)) for number, size in call.outputs})
-        if (_ends(call) and len(calls) > 1) or call.key.rpartition("/")[0].removesuffix("/last") in _TWICE:
+            written |= {number: max(size, written.get(number, 0.0)) for number, size in call.outputs}
+        if (_ends(call) and len(calls) > 1) or _reads_twice(call):
             again += sum(size for _, size in call.inputs)
     reduces = any(call.key.startswith(("reduction", "norm", "softmax")) for call in calls)
     return replace(

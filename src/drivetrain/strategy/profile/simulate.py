@@ -6,12 +6,11 @@ here raises because of a model: if it cannot be simulated, the result has a `fai
 """
 
 import gc
-import inspect
 import multiprocessing
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.module import ddp, tensor_inference
+from drivetrain.module.probing import attributes_set
 from drivetrain.module.tensor_inference import InferredPlan
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.environment import end_with_parent
 from drivetrain.runtime.ranks import is_distributed
 from drivetrain.runtime.seeds import capture_rng, restore_rng
-from drivetrain.strategy.batching import BatchSplit
+from drivetrain.strategy.profile import few_blocks
 from drivetrain.strategy.profile.fake_world import (
     Deadline,
     GradientBuckets,
@@ -36,20 +36,12 @@ from drivetrain.strategy.profile.fake_world import (
     meta_copy,
     pretended_moves,
 )
-from drivetrain.strategy.profile.few_blocks import (
-    BlockFamily,
-    Counts,
-    choose_counts,
-    continued,
-    cut_model,
-    find_cuttable,
-    pinned,
-    watch_blocks,
-)
+from drivetrain.strategy.profile.findings import optimizer_settings
 from drivetrain.strategy.profile.step_memory import CATEGORIES, Record, StepMemory, Update, by_category
-from drivetrain.strategy.profile.torch_private import fake_mode, faked
+from drivetrain.strategy.profile.torch_private import ROUNDING, fake_mode, faked
+from drivetrain.strategy.profile.unit_recorder import hooked
 from drivetrain.strategy.registry import find_method
-from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
+from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.value import Strategy
 
@@ -57,9 +49,6 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from drivetrain.strategy.profile.torch_private import FakeTensorMode
-
-_ROUNDING = {"cuda": 512}
-"""What allocators round sizes up to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,12 +109,15 @@ class _Job:
 
 def _simulate(task: TrainingTask, plan: Strategy, world: int, kind: str, deadline: Deadline) -> Simulation:
     started = time.monotonic()
-    job = _Job(task, _simulable(plan), world, kind, deadline)
-    left_out = {entry.name: find_method(entry.name).not_simulated for entry in plan}
-    job.notes += [f"{name}: not simulated, {reason}" for name, reason in left_out.items() if reason is not None]
+    methods = [(find_method(name), config, tunable) for name, config, tunable in plan]
+    entries = [(one.name, one.simulated(config), tunable) for one, config, tunable in methods if not one.not_simulated]
+    job = _Job(task, replace(plan, opt_list=entries), world, kind, deadline)
+    job.notes += [f"{one.name}: not simulated, {one.not_simulated}" for one, _, _ in methods if one.not_simulated]
     try:
         job.deadline.check()
-        _reject_unsimulable(plan)
+        for entry in plan:
+            if (reason := find_method(entry.name).prevents_simulation) is not None:
+                raise NotImplementedError(reason)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what a plan would warn about is said when it is applied
             _leave_out_replicas(job)
@@ -140,13 +132,6 @@ def _simulate(task: TrainingTask, plan: Strategy, world: int, kind: str, deadlin
     finally:
         gc.collect()
     return replace(result, notes=tuple(job.notes), seconds=time.monotonic() - started)
-
-
-def _reject_unsimulable(plan: Strategy) -> None:
-    """Raise for plans that cannot be followed on fake tensors."""
-    for entry in plan:
-        if (reason := find_method(entry.name).prevents_simulation) is not None:
-            raise NotImplementedError(reason)
 
 
 _REPLICAS = 2
@@ -172,18 +157,11 @@ def _leave_out_replicas(job: _Job) -> None:
     job.notes.append(f"{_REPLICAS} of {data} identical replicas along 'data' were simulated")
 
 
-def _simulable(plan: Strategy) -> Strategy:
-    """Return the plan without what fake tensors cannot do, each method as it is simulated."""
-    methods = [(find_method(name), config, tunable) for name, config, tunable in plan]
-    entries = [(one.name, one.simulated(config), tunable) for one, config, tunable in methods if not one.not_simulated]
-    return replace(plan, opt_list=entries)
-
-
 def _run(job: _Job) -> tuple[Record, int]:
     """Return the record of one update, and the passes that its window has; few blocks where that is possible, else all."""
     model = _structure(job.task)
-    families = find_cuttable(model)
-    runs = choose_counts(families, job.plan)
+    families = few_blocks.find_cuttable(model)
+    runs = few_blocks.choose_counts(families, job.plan)
     full = tuple(len(family.names) for family in families)
     if runs:
         try:
@@ -191,9 +169,8 @@ def _run(job: _Job) -> tuple[Record, int]:
         except OutOfTime:
             raise
         except Exception as error:  # it may count on all of its blocks; then all are simulated
-            job.notes.append(
-                f"simulated in full, because it does not run with fewer blocks ({type(error).__name__}: {error})"
-            )
+            reason = f"{type(error).__name__}: {error}"
+            job.notes.append(f"simulated in full, because it does not run with fewer blocks ({reason})")
         else:
             base = runs[0]
             cut = [index for index, count in enumerate(base) if count < full[index]]
@@ -201,7 +178,7 @@ def _run(job: _Job) -> tuple[Record, int]:
             others = list(zip(cut, [record for record, _ in records[1:]]))
             shown = ", ".join(f"{full[index]} blocks of {families[index].container or 'the model'}" for index in cut)
             job.notes.append(f"continued to {shown} from {base[cut[0]]} and {base[cut[0]] + period}")
-            return continued(records[0][0], others, base, full, period), records[0][1]
+            return few_blocks.continued(records[0][0], others, base, full, period), records[0][1]
     return _follow(job, model, families, full)
 
 
@@ -217,7 +194,9 @@ def _structure(task: TrainingTask) -> nn.Module:
         return task.model_fn()
 
 
-def _follow(job: _Job, model: nn.Module, families: Sequence[BlockFamily], counts: Counts) -> tuple[Record, int]:
+def _follow(
+    job: _Job, model: nn.Module, families: Sequence[few_blocks.BlockFamily], counts: few_blocks.Counts
+) -> tuple[Record, int]:
     """Apply the plan to a fake copy with so many blocks, warm it up, and follow one update."""
     job.deadline.check()
     mode = fake_mode()
@@ -226,51 +205,37 @@ def _follow(job: _Job, model: nn.Module, families: Sequence[BlockFamily], counts
     plan = job.plan
     is_whole = counts == tuple(len(family.names) for family in families)
     if not is_whole:
-        plan = pinned(plan, model, families, counts)
-        cut_model(copied, families, counts)
-    with ExitStack() as stack:
-        stack.enter_context(fake_world(job.world))
-        stack.enter_context(pretended_moves())
-        stack.enter_context(few_chunks())
-        buckets = stack.enter_context(_pretended_ddp(mode))
-        stack.enter_context(accelerator_rules() if job.kind != "cpu" else nullcontext())
+        plan = few_blocks.pinned(plan, model, families, counts)
+        few_blocks.cut_model(copied, families, counts)
+    buckets: list[GradientBuckets] = []
+
+    def in_buckets(model: nn.Module, **settings: Any) -> nn.Module:
+        buckets.append(GradientBuckets(model, mode, settings.get("bucket_cap_mb")))
+        return model
+
+    rules = accelerator_rules() if job.kind != "cpu" else nullcontext()
+    in_python = attributes_set([(ddp, "TransparentDDP", in_buckets)])
+    with fake_world(job.world), pretended_moves(), few_chunks(), in_python, rules:
         task = _fake_task(job, mode)
         resolved = resolve_plan(plan, model=copied, device="cpu", world=job.world)
-        batch, accumulation = _short_window(job, resolved)
+        whole = resolved.batch_of(job.plan, job.task.global_batch_size)
+        length = min(whole.accumulation, 2)  # all passes of a window but the last are alike
+        batch = replace(whole, accumulation=length, global_size=whole.micro * length * whole.data_ranks)
         ctx = task.shaped(copied, resolved, batch)
         job.deadline.check()
         if is_whole:
             job.notes += ctx.notes
         step = Update(task, ctx, batch, buckets, job.deadline.check)
         with mode:
-            tracker = StepMemory(_ROUNDING.get(job.kind, 1))
+            tracker = StepMemory(ROUNDING if job.kind == "cuda" else 1)
             step.run(None)
             for bucket in buckets:
                 bucket.build()
             if buckets:
                 step.run(None)
-            handles = watch_blocks(unwrap(ctx.model), families, counts, tracker, lambda: step.window)
-            step.run(tracker)
-            for handle in handles:
-                handle.remove()
-        return tracker.record(), accumulation
-
-
-@contextmanager
-def _pretended_ddp(mode: "FakeTensorMode") -> Iterator[list[GradientBuckets]]:
-    """Let buckets in Python stand for DDP; yield those that were made."""
-    made: list[GradientBuckets] = []
-
-    def stand_in(model: nn.Module, **settings: Any) -> nn.Module:
-        made.append(GradientBuckets(model, mode, settings.get("bucket_cap_mb")))
-        return model
-
-    before = ddp.TransparentDDP
-    ddp.TransparentDDP = stand_in  # type: ignore[assignment, misc]
-    try:
-        yield made
-    finally:
-        ddp.TransparentDDP = before  # type: ignore[misc]
+            with hooked(few_blocks.watch_blocks(unwrap(ctx.model), families, counts, tracker, lambda: step.window)):
+                step.run(tracker)
+        return tracker.record(), whole.accumulation
 
 
 def _fake_task(job: _Job, mode: "FakeTensorMode") -> TrainingTask:
@@ -281,27 +246,17 @@ def _fake_task(job: _Job, mode: "FakeTensorMode") -> TrainingTask:
     changes: dict[str, Any] = {"samples": tree_map_only(Tensor, lambda tensor: faked(mode, tensor), task.samples)}
     given = {"fused", "foreach"} & {key for key, value in task.optim_args.items() if value is not None}
     is_set = given or any(find_method(entry.name).sets_update_loop for entry in job.plan)
-    if job.kind == "cuda" and not is_set and task.optim_func is not None:
-        try:
-            takes = "foreach" in inspect.signature(task.optim_func).parameters
-        except (TypeError, ValueError):
-            takes = False
-        if takes:
-            changes["optim_args"] = {**task.optim_args, "foreach": True}
+    if job.kind == "cuda" and not is_set and "foreach" in optimizer_settings(task):
+        changes["optim_args"] = {**task.optim_args, "foreach": True}
     return replace(task, **changes)
-
-
-def _short_window(job: _Job, resolved: ResolvedPlan) -> tuple[BatchSplit, int]:
-    """Return a window of at most two passes (all but the last are alike), and how many the plan has."""
-    batch = resolved.batch_of(job.plan, job.task.global_batch_size)
-    length = min(batch.accumulation, 2)
-    short = replace(batch, accumulation=length, global_size=batch.micro * length * batch.data_ranks)
-    return short, batch.accumulation
 
 
 def _numbers(job: _Job, record: Record, accumulation: int) -> Simulation:
     """Return the largest of all moments, and the collectives of the whole window."""
-    host = _on_host(job.plan)
+    methods = [(find_method(entry.name), entry.config) for entry in job.plan]
+    is_sharded = any(method.shards_axis is not None for method, _ in methods)
+    on_host = {part for method, config in methods for part in method.on_host(config, is_sharded)}
+    host = [part for part in CATEGORIES if part in on_host]  # fake tensors are all on one device
     if host:
         job.notes.append(f"in host memory and not counted: {', '.join(host)}")
     best: dict[str, float] = dict.fromkeys(CATEGORIES, 0.0)
@@ -316,14 +271,6 @@ def _numbers(job: _Job, record: Record, accumulation: int) -> Simulation:
             before = collectives.get(name, (0, 0.0))
             collectives[name] = (before[0] + times * count, before[1] + times * size)
     return Simulation(peak_bytes=sum(best.values()), memory=best, collectives=dict(sorted(collectives.items())))
-
-
-def _on_host(plan: Strategy) -> list[str]:
-    """Return the categories that a plan keeps in host memory; fake tensors are all on one device."""
-    methods = [(find_method(entry.name), entry.config) for entry in plan]
-    is_sharded = any(method.shards_axis is not None for method, _ in methods)
-    found = {part for method, config in methods for part in method.on_host(config, is_sharded)}
-    return [part for part in CATEGORIES if part in found]
 
 
 # In a child process.
@@ -342,9 +289,8 @@ def _in_child(
         sent = replace(task, model=model, samples=samples)
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        child = context.Process(
-            target=_child, args=(theirs, sent, list(plans), world, kind, deadline.left()), daemon=True
-        )
+        args = theirs, sent, list(plans), world, kind, deadline.left()
+        child = context.Process(target=_child, args=args, daemon=True)
         child.start()
     except Exception as error:  # a model that cannot be copied or sent
         failure = f"it cannot be sent to a child process ({type(error).__name__}: {error})"
@@ -377,45 +323,26 @@ def _child(
     pipe.close()
 
 
-Shapes = dict[str, torch.Size]
-
-
-@dataclass(frozen=True)
-class _InferredBefore:
-    """One answer, and what it was given for."""
-
-    cls: type
-    size: int
-    shapes: Shapes
-    plan: InferredPlan
-
-    def holds_for(self, model: nn.Module, size: int, shapes: Shapes) -> bool:
-        """Return whether a model has the same layers, or some of them."""
-        return type(model) is self.cls and size == self.size and shapes.items() <= self.shapes.items()
-
-
-@contextmanager
-def remembered_tensor_plans() -> Iterator[None]:
+def remembered_tensor_plans() -> AbstractContextManager[None]:
     """Cache the results of `infer_tp_plan` inside this context. Nested contexts share one cache."""
     infer = tensor_inference.infer_tp_plan
     if hasattr(infer, "known"):
-        yield
-        return
-    known: list[_InferredBefore] = []
+        return nullcontext()
+    known: list[tuple[type, int, dict[str, torch.Size], InferredPlan]] = []
 
     def remembering(model: nn.Module, size: int) -> InferredPlan:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        found = next((one for one in known if one.holds_for(model, size, shapes)), None)
-        if found is None:
-            found = _InferredBefore(type(model), size, shapes, infer(model, size))
-            known.append(found)
+        found = [  # for the same layers, or more of them
+            plan
+            for cls, ranks, layers, plan in known
+            if type(model) is cls and size == ranks and shapes.items() <= layers.items()
+        ]
+        plan = found[0] if found else infer(model, size)
+        if not found:
+            known.append((type(model), size, shapes, plan))
         present = {name for name, _ in model.named_modules()}
-        styles = {name: style for name, style in found.plan.styles.items() if name in present}
-        return InferredPlan(styles=styles, remarks=list(found.plan.remarks))
+        styles = {name: style for name, style in plan.styles.items() if name in present}
+        return InferredPlan(styles=styles, remarks=list(plan.remarks))
 
     remembering.known = known  # type: ignore[attr-defined]
-    tensor_inference.infer_tp_plan = remembering
-    try:
-        yield
-    finally:
-        tensor_inference.infer_tp_plan = infer
+    return attributes_set([(tensor_inference, "infer_tp_plan", remembering)])

@@ -7,7 +7,6 @@ step. A segment begins where a block is entered or left; segments can be extrapo
 """
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -17,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch._guards import active_fake_mode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from drivetrain.core.types import Batch
 from drivetrain.module.distributed_tensors import local_part
@@ -26,6 +25,7 @@ from drivetrain.module.wrapping import unwrap
 from drivetrain.strategy.apply import Application
 from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.profile.fake_world import GradientBuckets, borrowed_bytes, hold_as_torch_does
+from drivetrain.strategy.profile.operations import tensors_of
 from drivetrain.strategy.profile.unit_recorder import OperationList
 from drivetrain.strategy.stepping import PlannedOptimizer
 from drivetrain.strategy.task import TrainingTask
@@ -40,20 +40,15 @@ CATEGORIES = ("params", "grads", "optimizer", "activations", "gathered", "tempor
 (recomputation included) and updates make."""
 
 _COLLECTIVES = {
-    "all_gather": ("_allgather_base_", "allgather_", "all_gather_into_tensor", "all_gather_into_tensor_out"),
-    "reduce_scatter": (
-        "_reduce_scatter_base_",
-        "reduce_scatter_",
-        "reduce_scatter_tensor",
-        "reduce_scatter_tensor_out",
-    ),
-    "all_reduce": ("allreduce_", "all_reduce", "all_reduce_"),
-    "broadcast": ("broadcast_", "broadcast"),
-    "all_to_all": ("alltoall_base_", "alltoall_", "all_to_all_single", "shard_dim_alltoall"),
-    "send": ("send", "isend"),
-    "recv": ("recv_", "irecv"),
+    "all_gather": "_allgather_base_ allgather_ all_gather_into_tensor all_gather_into_tensor_out",
+    "reduce_scatter": "_reduce_scatter_base_ reduce_scatter_ reduce_scatter_tensor reduce_scatter_tensor_out",
+    "all_reduce": "allreduce_ all_reduce all_reduce_",
+    "broadcast": "broadcast_ broadcast",
+    "all_to_all": "alltoall_base_ alltoall_ all_to_all_single shard_dim_alltoall",
+    "send": "send isend",
+    "recv": "recv_ irecv",
 }
-_COLLECTIVE_NAMES = {operation: name for name, operations in _COLLECTIVES.items() for operation in operations}
+_COLLECTIVE_NAMES = {operation: name for name, operations in _COLLECTIVES.items() for operation in operations.split()}
 _GATHERING = ("all_gather_copy_in", "split_with_sizes_copy")
 """Operations of fully_shard around a gathering; their results and what they write into are whole parameters."""
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
@@ -128,7 +123,7 @@ class StepMemory(TorchDispatchMode):
         if inner is not None:
             known = {id(parameter) for parameter in own}
             copies = [p for group in inner.param_groups for p in group["params"] if id(p) not in known]
-            self.register(tree_leaves(list(inner.state.values())), "optimizer")
+            self.register(tensors_of(list(inner.state.values())), "optimizer")
             self.register(copies, "optimizer")
             self.register([copy.grad for copy in copies], "grads")
         self.register(own, "params")
@@ -143,9 +138,6 @@ class StepMemory(TorchDispatchMode):
     # What happens.
 
     def __enter__(self) -> Self:
-        from torch._guards import active_fake_mode
-
-        self._active_mode = active_fake_mode
         self._fake_mode, self._resize = active_fake_mode(), torch.UntypedStorage.resize_
         resize = self._resize
 
@@ -169,36 +161,32 @@ class StepMemory(TorchDispatchMode):
         if func.namespace == "prim":  # torch asks for a device where an exception would end the process
             return func(*args, **(kwargs or {}))
         self._check()
-        is_own = self._active_mode() is self._fake_mode
+        is_own = active_fake_mode() is self._fake_mode
         name = func._schema.name.rpartition("::")[2]
         if name == "wait_tensor" and is_own and self._fake_mode is not None:
             return args[0]  # as it is on real tensors; the rule for fake ones makes a new one
         result = func(*args, **(kwargs or {}))
         if not is_own:
             return result  # sharding rules are worked out on fake tensors of their own, which nobody pays for
-        space = func.namespace
-        if space in _NAMESPACES and name in _COLLECTIVE_NAMES:
-            self._count_collective(_COLLECTIVE_NAMES[name], args, result)
-        gathers = space in _NAMESPACES and _COLLECTIVE_NAMES.get(name) == "all_gather"
-        gathers |= space == "fsdp" and name in _GATHERING
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._see(leaf, "gathered" if gathers else self.phase)
+        collective = _COLLECTIVE_NAMES.get(name) if func.namespace in _NAMESPACES else None
+        if collective is not None:
+            self._count_collective(collective, args, result)
+        gathers = collective == "all_gather" or (func.namespace == "fsdp" and name in _GATHERING)
+        for tensor in tensors_of(result):
+            self._see(tensor, "gathered" if gathers else self.phase)
         if self.operations is not None:
-            self.operations.add(func, args, kwargs or {}, result, self._number)
+            self.operations.add(func, args, kwargs or {}, result, lambda tensor: self._see(tensor, self.phase))
         hold_as_torch_does(func, args, result)
         self._borrow(borrowed_bytes(func, args, result))
         if gathers:
-            for leaf in tree_leaves((args, kwargs or {})):
-                if isinstance(leaf, Tensor) and leaf.untyped_storage().nbytes() > 0:
-                    self._mark_gathered(leaf)
+            for tensor in tensors_of((args, kwargs or {})):
+                number = self._see(tensor, "gathered") if tensor.untyped_storage().nbytes() > 0 else None
+                if number is not None and self.kinds[number] in ("activations", "temporary"):
+                    self.kinds[number] = "gathered"
         return result
 
     def _count_collective(self, name: str, args: tuple, result: object) -> None:
-        sizes = [
-            sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-            for value in (*args, result)
-        ]
+        sizes = [sum(t.numel() * t.element_size() for t in tensors_of(value)) for value in (*args, result)]
         counts = self._collectives.setdefault(self.part, {})
         count, size = counts.get(name, (0, 0.0))
         counts[name] = (count + 1, size + max(sizes))
@@ -209,14 +197,6 @@ class StepMemory(TorchDispatchMode):
             self.kinds[self._count] = "temporary"
             size = self._rounded(size)
             self.events += [Change(self.segment, self._count, size), Change(self.segment, self._count, -size)]
-
-    def _mark_gathered(self, tensor: Tensor) -> None:
-        number = self._see(tensor, "gathered")
-        if number is not None and self.kinds[number] in ("activations", "temporary"):
-            self.kinds[number] = "gathered"
-
-    def _number(self, tensor: Tensor) -> int | None:
-        return self._see(tensor, self.phase)
 
     def _see(self, tensor: Tensor, kind: str) -> int | None:
         if hasattr(type(tensor), "__tensor_flatten__"):
@@ -262,13 +242,6 @@ class StepMemory(TorchDispatchMode):
         """Return the bytes in use after each change."""
         return list(accumulate(change.size for change in self.events))
 
-    def parts_at(self, index: int) -> dict[str, int]:
-        """Return the bytes in use after a change, by kind."""
-        parts: dict[str, int] = defaultdict(int)
-        for change in self.events[: index + 1]:
-            parts[self.kinds[change.key]] += change.size
-        return dict(parts)
-
     def record(self) -> Record:
         """Return the largest moment of each segment. Every storage counts as what it finally was."""
         now = dict.fromkeys((*CATEGORIES, _UNREDUCED), 0.0)
@@ -286,19 +259,16 @@ class StepMemory(TorchDispatchMode):
         return Record(segments, self._collectives)
 
 
+@dataclass
 class Update:
     """One update of a planned model with every pass of its window. Real and simulated training are tracked by the same code."""
 
-    def __init__(
-        self,
-        task: TrainingTask,
-        ctx: Application,
-        batch: BatchSplit,
-        buckets: Sequence[GradientBuckets] = (),
-        before_pass: Callable[[], None] = lambda: None,
-    ):
-        self.task, self.ctx, self.batch, self.buckets, self.before_pass = task, ctx, batch, buckets, before_pass
-        self.window = 0
+    task: TrainingTask
+    ctx: Application
+    batch: BatchSplit
+    buckets: Sequence[GradientBuckets] = ()
+    before_pass: Callable[[], None] = lambda: None
+    window: int = 0
 
     def run(self, tracker: StepMemory | None) -> None:
         """Clear the gradients of the previous step, then run every pass of a window and update."""
@@ -306,7 +276,9 @@ class Update:
         if tracker is not None:
             self._register(tracker)
         with nullcontext() if tracker is None else tracker:
-            self._clear()
+            unwrap(ctx.model).zero_grad()
+            if isinstance(ctx.optimizer, PlannedOptimizer):
+                ctx.optimizer.inner.zero_grad()
             for window in range(self.batch.accumulation):
                 self.window = window
                 self.before_pass()
@@ -340,11 +312,6 @@ class Update:
         result = self.ctx.stepping.loss(inputs, outputs)
         return result[0] if isinstance(result, list | tuple) else result
 
-    def _clear(self) -> None:
-        unwrap(self.ctx.model).zero_grad()
-        if isinstance(self.ctx.optimizer, PlannedOptimizer):
-            self.ctx.optimizer.inner.zero_grad()
-
     def _register(self, tracker: StepMemory) -> None:
         tracker.register_all(unwrap(self.ctx.model), self.ctx.optimizer)
         for bucket in self.buckets:
@@ -353,5 +320,5 @@ class Update:
 
 def mean_of_outputs(outputs: object) -> Tensor:
     """Return the mean of everything that a model returns, as the loss of a task without one."""
-    found = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    return torch.stack([tensor.float().mean() for tensor in found]).sum()
+    found = [tensor.float().mean() for tensor in tensors_of(outputs) if tensor.requires_grad]
+    return torch.stack(found).sum()

@@ -7,6 +7,7 @@ over to the next one. So small batches take the host's time, whatever the arithm
 times add up.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -70,11 +71,7 @@ def operator_seconds(
     if how != "eager" and kind == "product" and key != kind:  # the compiler pads operands whose rows are not aligned
         key, padded = kind, _traffic(moved, machine)
     if is_channels_last:
-        key = (
-            key.replace("/first/", "/last/")
-            .replace("norm/batch/f", "norm/batch/last/f")
-            .replace("norm/batch/b", "norm/batch/last/b")
-        )
+        key = re.sub("norm/batch/(?=f|b)", "norm/batch/last/", key.replace("/first/", "/last/"))
     ideal = _roofline(kind, dims, flops, moved, dtype, machine)
     grid = None if machine.times is None else machine.times.grid(key, dtype)
     if grid is None:
@@ -105,15 +102,13 @@ def _recurrent(work: Work, dims: Sequence[float], machine: MachineProfile, dtype
     steps, batch, gates, inputs, hidden = dims
 
     def product(rows: float, depth: float) -> float:
-        one = replace(
-            work, key="product", dims=((rows, 0.0), (gates, 0.0), (depth, 0.0)), flops=(2 * rows * gates * depth, 0.0)
-        )
+        dims, flops = ((rows, 0.0), (gates, 0.0), (depth, 0.0)), (2 * rows * gates * depth, 0.0)
+        one = replace(work, key="product", dims=dims, flops=flops)
         return operator_seconds(one, 0.0, machine, dtype)
 
     times = 2 if work.key.endswith("backward") else 1
-    return times * (
-        product(steps * batch, inputs) + steps * (product(batch, hidden) + _EACH_STEP.get(machine.kind, 0.0))
-    )
+    each_step = product(batch, hidden) + _EACH_STEP.get(machine.kind, 0.0)
+    return times * (product(steps * batch, inputs) + steps * each_step)
 
 
 def _computed_in(dtype: str, rate: str | None) -> str:

@@ -1,7 +1,6 @@
 """The only file that uses private parts of torch: fake tensors, dispatch keys, operation counts, ahead-of-time capture.
 
-The docstring of each function names what it needs. If that is missing, it raises `PrivateFeatureMissing`, and callers fall back
-to closed forms. Nothing else in this folder imports a name with an underscore from torch.
+Whatever fails here, callers fall back to closed forms.
 """
 
 import importlib
@@ -9,30 +8,33 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 if TYPE_CHECKING:
     from types import CodeType
 
     from torch._ops import OpOverload as Operation
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx import GraphModule, Node
+    from torch.fx import GraphModule
+
+
+ROUNDING = 512
+"""CUDA's allocator allocates multiples of this."""
 
 
 class PrivateFeatureMissing(RuntimeError):
-    """This version of torch lacks something that the profile uses."""
+    """torch's compiler did not give what the profile asks it for."""
 
 
 def fake_mode() -> "FakeTensorMode":
     """Return a mode in which tensors have shapes and no memory, on a fake CPU. Enter it with `with`."""
-    try:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-    except ImportError as error:
-        raise PrivateFeatureMissing(f"no fake tensors in torch {torch.__version__}") from error
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -45,8 +47,6 @@ def is_fake(value: object) -> bool:
 
 def faked(mode: "FakeTensorMode", tensor: Tensor) -> Tensor:
     """Return a fake tensor on the fake CPU, with the shape of a tensor on any device."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"expected a tensor, got {type(tensor).__name__}")
     with mode, torch.no_grad():
         if tensor.layout is torch.strided:
             return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
@@ -59,21 +59,14 @@ def operation_flops(function: "Operation", args: tuple, kwargs: Mapping[str, obj
 
     packet = function._overloadpacket
     if "scaled_dot_product" in str(packet):
+        # Two products forward, five backward. torch's formulas do not allow groups of heads to share keys, in some releases.
         is_backward = "backward" in str(packet)
         query, key, value = args[1:4] if is_backward else args[:3]
-        return _attention_flops(query, key, value, is_backward)
+        scores = math.prod(query.shape[:-1]) * key.shape[-2]
+        widths = 3 * query.shape[-1] + 2 * value.shape[-1] if is_backward else query.shape[-1] + value.shape[-1]
+        return 2.0 * scores * widths
     formula = flop_registry.get(packet)
     return float(formula(*args, **kwargs, out_val=result)) if formula is not None else 0.0
-
-
-def _attention_flops(query: Tensor, key: Tensor, value: Tensor, is_backward: bool) -> float:
-    """Return the operations of attention: two products forward, five backward; keys and values may be shared by groups of heads.
-
-    torch's own formulas ask for as many keys as queries, in some releases.
-    """
-    scores = math.prod(query.shape[:-1]) * key.shape[-2]
-    widths = 3 * query.shape[-1] + 2 * value.shape[-1] if is_backward else query.shape[-1] + value.shape[-1]
-    return 2.0 * scores * widths
 
 
 def is_view_operation(function: "Operation") -> bool:
@@ -81,9 +74,7 @@ def is_view_operation(function: "Operation") -> bool:
     return bool(function.is_view) or function._schema.name in _VIEW_LIKE
 
 
-_VIEW_LIKE = frozenset(
-    {"aten::_unsafe_view", "aten::detach", "aten::alias", "aten::_reshape_alias", "aten::lift_fresh"}
-)
+_VIEW_LIKE = ("aten::_unsafe_view", "aten::detach", "aten::alias", "aten::_reshape_alias", "aten::lift_fresh")
 
 
 Rule = Callable[..., Any]
@@ -118,14 +109,11 @@ def _kernel(operation: "Operation", key: str, rule: Rule) -> Callable[..., Any]:
 
     def kernel(*args: object, **kwargs: object) -> Any:
         tensors = [value for value in args if isinstance(value, Tensor)]
-        if is_autocast:
-            with torch._C._ExcludeDispatchKeyGuard(keys):
-                if tensors and is_fake(tensors[0]):
-                    return rule(operation, *args, **kwargs)
-                return operation(*args, **kwargs)
-        if tensors and is_fake(tensors[0]):
-            return rule(operation, *args, **kwargs)
-        return operation.decompose(*args, **kwargs)
+        has_rule = bool(tensors) and is_fake(tensors[0])
+        with torch._C._ExcludeDispatchKeyGuard(keys) if is_autocast else nullcontext():
+            if has_rule:
+                return rule(operation, *args, **kwargs)
+            return operation(*args, **kwargs) if is_autocast else operation.decompose(*args, **kwargs)
 
     return kernel
 
@@ -137,44 +125,33 @@ class _CaptureDone(Exception):
         self.saved = saved
 
 
-Partition = Callable[..., "tuple[GraphModule, GraphModule]"]
-"""Cuts a joint graph into forward and backward."""
-
-
-def _partitioner() -> Partition:
-    try:
-        from torch._functorch.partitioners import min_cut_rematerialization_partition
-    except ImportError as error:
-        raise PrivateFeatureMissing(f"no ahead-of-time capture in torch {torch.__version__}") from error
-    return min_cut_rematerialization_partition
-
-
 def _unrun(gm: "GraphModule", example_inputs: object) -> object:
-    """Stand for a compiler that compiles nothing."""
+    """Compile nothing."""
     return gm
 
 
-def captured_saved_bytes(function: Callable[..., object], inputs: list[Tensor], round_to: int = 512) -> float:
+def _as_inductor_does(partition: Callable[..., object]) -> dict[str, Any]:
+    """Return the settings of a capture with inductor's decompositions, whose graphs are cut and not compiled."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    compilers = {"fw_compiler": _unrun, "bw_compiler": _unrun}
+    return {**compilers, "partition_fn": partition, "decompositions": select_decomp_table()}
+
+
+def captured_saved_bytes(function: Callable[..., object], inputs: list[Tensor]) -> float:
     """Return the bytes that a compiled forward pass keeps for backward, beyond its inputs.
 
     The joint graph is traced on fake tensors with inductor's decompositions and cut by the min-cut partitioner, as `torch.compile`
     does; nothing is compiled or run. `inputs` are fake tensors, those that require gradients are leaves.
     """
-    cut = _partitioner()
     from torch._functorch.aot_autograd import aot_function
-    from torch._inductor.decomposition import select_decomp_table
+    from torch._functorch.partitioners import min_cut_rematerialization_partition as cut
 
-    def partition(joint: "GraphModule", joint_inputs: object, **settings: object) -> "tuple[GraphModule, GraphModule]":
+    def partition(joint: "GraphModule", joint_inputs: object, **settings: Any) -> "tuple[GraphModule, GraphModule]":
         forward, _ = cut(joint, joint_inputs, **settings)
-        raise _CaptureDone(_saved_outputs(forward, slice(settings["num_fwd_outputs"], None), round_to))
+        raise _CaptureDone(_saved_outputs(forward, slice(settings["num_fwd_outputs"], None)))
 
-    captured = aot_function(
-        function,
-        fw_compiler=_unrun,  # its protocol also names what only inductor reads
-        bw_compiler=_unrun,
-        partition_fn=partition,
-        decompositions=select_decomp_table(),
-    )
+    captured = aot_function(function, **_as_inductor_does(partition))
     try:
         try:
             captured(*inputs)
@@ -190,34 +167,31 @@ def captured_saved_bytes(function: Callable[..., object], inputs: list[Tensor], 
     )
 
 
-def traced_saved_bytes(function: Callable[..., Tensor], inputs: object, round_to: int = 512) -> float:
+def traced_saved_bytes(function: Callable[..., Tensor], inputs: object) -> float:
     """Return the same from the compiler's own front end, which follows code that tracing cannot and may make several graphs.
 
     What a graph returns to the next one counts as kept. What runs between graphs runs on fake tensors and is not counted. Nothing is
     compiled, and the compiler forgets what it saw here.
     """
-    cut = _partitioner()
     from torch._dynamo import convert_frame, pgo
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.eval_frame import reset_code
-    from torch._inductor.decomposition import select_decomp_table
+    from torch._functorch.partitioners import min_cut_rematerialization_partition as cut
 
     saved: list[float] = []
     returned: list[float] = []
 
-    def partition(joint: "GraphModule", joint_inputs: object, **settings: object) -> "tuple[GraphModule, GraphModule]":
+    def partition(joint: "GraphModule", joint_inputs: object, **settings: Any) -> "tuple[GraphModule, GraphModule]":
         forward, backward = cut(joint, joint_inputs, **settings)
-        saved.append(_saved_outputs(forward, slice(settings["num_fwd_outputs"], None), round_to))
-        returned.append(_saved_outputs(forward, slice(settings["num_fwd_outputs"]), round_to))
+        saved.append(_saved_outputs(forward, slice(settings["num_fwd_outputs"], None)))
+        returned.append(_saved_outputs(forward, slice(settings["num_fwd_outputs"])))
         return forward, backward
 
     def seen() -> "set[CodeType]":
         references = [*convert_frame.input_codes.seen, *convert_frame.output_codes.seen]
         return {code for reference in references if (code := reference()) is not None}
 
-    backend = aot_autograd(
-        fw_compiler=_unrun, bw_compiler=_unrun, partition_fn=partition, decompositions=select_decomp_table()
-    )
+    backend = aot_autograd(**_as_inductor_does(partition))
     loggers = [logging.getLogger(name) for name in ("torch._dynamo", "torch._subclasses")]
     levels, before = [logger.level for logger in loggers], seen()
     try:
@@ -243,7 +217,7 @@ _MOST_GRAPHS = 3
 """More graphs than this leave too much uncounted."""
 
 
-def _saved_outputs(forward: "GraphModule", which: slice, round_to: int) -> float:
+def _saved_outputs(forward: "GraphModule", which: slice) -> float:
     """Sum some of what a partitioned forward graph returns, each storage once, inputs and their views left out."""
     output = next(node for node in reversed(forward.graph.nodes) if node.op == "output")
     values = output.args[0]
@@ -253,17 +227,13 @@ def _saved_outputs(forward: "GraphModule", which: slice, round_to: int) -> float
         if getattr(node, "op", None) in (None, "placeholder") or not isinstance(value, Tensor):
             continue
         source = node
-        while source.op == "call_function" and _is_view_node(source):
+        while isinstance(source.target, OpOverload) and is_view_operation(source.target):
             source = source.args[0]
         if source.op == "placeholder" or source in seen:
             continue
         seen.add(source)
         kept = source.meta["val"]
-        size = kept.numel() * kept.element_size() if isinstance(kept, Tensor) else value.numel() * value.element_size()
-        total += -(-size // round_to) * round_to
+        kept = kept if isinstance(kept, Tensor) else value
+        size = kept.numel() * kept.element_size()
+        total += -(-size // ROUNDING) * ROUNDING
     return total
-
-
-def _is_view_node(node: "Node") -> bool:
-    """Return whether a graph node is a view of its first argument."""
-    return isinstance(node.target, torch._ops.OpOverload) and is_view_operation(node.target)

@@ -4,21 +4,43 @@
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.strategy.profile.operations import BY_WIDTH, VIEW, Called, by_number, described, other_flops, touched
+from drivetrain.module.checkpointing import keep_expensive
+from drivetrain.strategy.profile.operations import (
+    BY_WIDTH,
+    VIEW,
+    Called,
+    by_number,
+    described,
+    other_flops,
+    tensors_of,
+    touched,
+)
 from drivetrain.strategy.profile.torch_private import is_view_operation, operation_flops
 
 if TYPE_CHECKING:
     from drivetrain.strategy.profile.torch_private import Operation
+
+
+@contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove hooks at the end of a context."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @dataclass
@@ -34,18 +56,18 @@ class UnitTotals:
     heads: int | None = None
     saved_by_member: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
-    def amounts(self) -> tuple[float, ...]:
+    def amounts(self) -> dict[str, float]:
         """Return everything that is additive."""
-        return self.flops, self.traffic, self.operations, self.saved, self.inputs, self.expensive
+        return {name: getattr(self, name) for name in _ADDITIVE}
 
     def continue_to(self, longer: "UnitTotals", more: int) -> None:
         """Extrapolate to `more` further blocks, each of which adds the difference to `longer`."""
-        steps = [after - before for before, after in zip(self.amounts(), longer.amounts())]
-        flops, traffic, operations, saved, inputs, expensive = (
-            before + more * step for before, step in zip(self.amounts(), steps)
-        )
-        self.flops, self.traffic, self.operations = flops, traffic, int(operations)
-        self.saved, self.inputs, self.expensive = saved, inputs, expensive
+        after = longer.amounts()
+        for name, before in self.amounts().items():
+            setattr(self, name, before + more * (after[name] - before))
+
+
+_ADDITIVE = ("flops", "traffic", "operations", "saved", "inputs", "expensive")
 
 
 class UnitRecorder(TorchDispatchMode):
@@ -65,18 +87,18 @@ class UnitRecorder(TorchDispatchMode):
         self.loss = UnitTotals()
         """What the loss did, also charged to the rest."""
         self.is_in_loss = False
+        self.output_bytes = 0.0
+        """The size of what the model returned."""
         self.sequence_length: int | None = None
         self.has_dropout = False
         self.cross_entropy_head: str | None = None
         self._members, self._rest = members, rest
         self._stack: list[tuple[int, nn.Module | None]] = [(rest, None)]
         self._kept: dict[int, torch.UntypedStorage] = {}  # storages are held, so that no address comes twice
-        self._saved: set[int] = set()
+        self._saved = {self._key(tensor) for tensor in known}
         self._entered: set[int] = set()
         self._expensive: set[int] = set()
         self._origins: dict[int, str] = {}  # storage of a Linear's output, or of a copy of it -> name of the Linear
-        for tensor in known:
-            self._saved.add(self._key(tensor))
 
     def _key(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -88,7 +110,7 @@ class UnitRecorder(TorchDispatchMode):
         """The unit that runs now."""
         return self.totals[self._stack[-1][0]]
 
-    def amounts(self) -> dict[int, tuple[float, ...]]:
+    def amounts(self) -> dict[int, dict[str, float]]:
         """Return everything that is additive, by unit. The loss counts as one more unit."""
         return {-1: self.loss.amounts()} | {index: unit.amounts() for index, unit in self.totals.items()}
 
@@ -106,32 +128,32 @@ class UnitRecorder(TorchDispatchMode):
                 handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
                 handles.append(module.register_forward_hook(self._leave, always_call=True))
             if isinstance(module, nn.Linear):
-                handles.append(module.register_forward_hook(self._linear_hook(name)))
+                handles.append(module.register_forward_hook(partial(self._remember, name)))
         return handles
 
     def _enter(self, module: nn.Module, args: object, kwargs: object) -> None:
         unit = self._members[module]
         self._stack.append((unit, module))
-        for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, Tensor):
-                key = self._key(tensor)
-                if key not in self._entered:
-                    self._entered.add(key)
-                    self.totals[unit].inputs += tensor.untyped_storage().nbytes()
-                if self.sequence_length is None and tensor.ndim == 3 and tensor.is_floating_point():
-                    self.sequence_length = tensor.shape[1]
+        for tensor in tensors_of((args, kwargs)):
+            key = self._key(tensor)
+            if key not in self._entered:
+                self._entered.add(key)
+                self.totals[unit].inputs += tensor.untyped_storage().nbytes()
+            if self.sequence_length is None and tensor.ndim == 3 and tensor.is_floating_point():
+                self.sequence_length = tensor.shape[1]
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
         self._stack.pop()
 
-    def _linear_hook(self, name: str) -> Callable[[nn.Module, object, object], None]:
-        def remember(module: nn.Module, args: object, output: object) -> None:
-            if isinstance(output, Tensor):
-                self._origins[self._key(output)] = name
+    def _remember(self, name: str, module: nn.Module, args: object, output: object) -> None:
+        if isinstance(output, Tensor):
+            self._origins[self._key(output)] = name
 
-        return remember
+    def counted_saves(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Return a context in which tensors saved by autograd are counted."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved)
 
-    def pack(self, tensor: Tensor) -> Tensor:
+    def _pack(self, tensor: Tensor) -> Tensor:
         """Count a tensor saved for backward, each storage once."""
         key = self._key(tensor)
         if key not in self._saved:
@@ -159,14 +181,13 @@ class UnitRecorder(TorchDispatchMode):
             return result
         unit = self.current
         flops = operation_flops(func, args, kwargs, result)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        inputs, outputs = tensors_of((args, kwargs)), tensors_of(result)
         unit.flops += flops
         unit.operations += 1
         if inputs:
             unit.traffic += sum(map(touched, inputs)) + sum(map(touched, outputs))
         self._notice(func, inputs, outputs)
-        if self._stack[-1][0] != self._rest and _is_expensive(func, args):
+        if self._stack[-1][0] != self._rest and keep_expensive(None, func, *args) is CheckpointPolicy.MUST_SAVE:
             for tensor in outputs:
                 key = self._key(tensor)
                 if key not in self._expensive:
@@ -190,19 +211,6 @@ class UnitRecorder(TorchDispatchMode):
 
 # What may stand between a Linear and the loss for its output to be called logits.
 _FOLLOWED = frozenset({"aten::_to_copy", "aten::clone", "aten::_log_softmax"})
-
-
-def _is_expensive(func: "Operation", args: Sequence[object]) -> bool:
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    from drivetrain.module.checkpointing import keep_expensive
-
-    return keep_expensive(None, func, *args) is CheckpointPolicy.MUST_SAVE
-
-
-def saving_hooks(recorder: UnitRecorder) -> torch.autograd.graph.saved_tensors_hooks:
-    """Return a context in which tensors saved by autograd are counted."""
-    return torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda saved: saved)
 
 
 @dataclass
@@ -230,8 +238,7 @@ class OperationList:
         if is_view_operation(func):
             self.calls.append(Called(VIEW, name, "", self.phase, self.in_block, 0.0, 0.0, ()))
             return
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        inputs, outputs = tensors_of((args, kwargs)), tensors_of(result)
         if not outputs and not inputs:
             return
         read = by_number(inputs, number)
@@ -270,17 +277,17 @@ class OperationList:
     def _enter(self, module: nn.Module, args: object, kwargs: object) -> None:
         self._depth += 1
         self.in_block = True
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in self._outputs:
-                leaf.register_hook(self._backward_outside)
+        for tensor in tensors_of((args, kwargs)):
+            if tensor.requires_grad and id(tensor) not in self._outputs:
+                tensor.register_hook(self._backward_outside)
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
         self._depth -= 1
         self.in_block = self._depth > 0
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                self._outputs.add(id(leaf))
-                leaf.register_hook(self._backward_inside)
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                self._outputs.add(id(tensor))
+                tensor.register_hook(self._backward_inside)
 
     def _backward_inside(self, gradient: Tensor) -> None:
         self.in_block = True

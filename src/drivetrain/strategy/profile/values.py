@@ -7,7 +7,7 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Any
 
 from torch import nn
 
@@ -71,8 +71,6 @@ class UnitProfile:
     """By arithmetic: memory read and written by one member's forward pass in eager mode, for one sample."""
     operations: int
     """Operations dispatched by one member's forward pass; each costs a launch in eager mode."""
-    saved_fixed_bytes: Mapping[str, float] = field(default_factory=dict)
-    """By arithmetic: what one member keeps whatever the batch: under autocast the 16-bit copies of its weights."""
     largest_saved_bytes: Mapping[str, float] = field(default_factory=dict)
     """By arithmetic: `saved_bytes` of the member that keeps most; members may differ in shape."""
     heads: int | None = None
@@ -97,13 +95,11 @@ class ModelProfile:
     """By arithmetic: what the compiled forward pass keeps for backward, for one sample; None where it could not be captured."""
     compiled_fixed_bytes: Mapping[str, float] | None = None
     """By arithmetic: the part of it that does not grow with the batch."""
-    peak_bytes: Mapping[str, tuple[float, float]] | None = None
+    peak_bytes: Mapping[str, Line] | None = None
     """By arithmetic: fixed and per-sample part of the tracked peak of an eager step of the plain model, everything included."""
-    peak_lines: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    peak_lines: Mapping[str, tuple[Line, ...]] = field(default_factory=dict)
     """Fixed and per-sample parts of the moments that can be the peak of a step with a fused optimizer: by arithmetic, and with all blocks
     checkpointed by "arithmetic/full" and "arithmetic/selective". The peak at a batch size is the largest (see `peak`)."""
-    peak_parts: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
-    """The steepest of these lines by category: parameters, buffers, optimizer, inputs, activations, gradients, temporary."""
     optimizer_bytes: int = 0
     """State that the optimizer keeps, unsharded."""
     optimizer_temporary_bytes: int = 0
@@ -248,20 +244,8 @@ def divides_heads(profile: ModelProfile, size: int) -> bool:
     return all(unit.heads % size == 0 for unit in profile.units if unit.heads)
 
 
-class ModelCounts(TypedDict):
-    """The fields of a profile that need no run of the model."""
-
-    parameters: int
-    trainable: int
-    tensors: int
-    parameter_bytes: int
-    buffer_bytes: int
-    has_batchnorm: bool
-    has_convolution: bool
-
-
-def counts_of(model: nn.Module) -> ModelCounts:
-    """Return what can be read from a model without a run."""
+def counts_of(model: nn.Module) -> dict[str, Any]:
+    """Return the fields of a profile that need no run of the model."""
     parameters, modules = list(model.parameters()), list(model.modules())
     return {
         "parameters": sum(p.numel() for p in parameters),

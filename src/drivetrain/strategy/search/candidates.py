@@ -97,11 +97,6 @@ class Candidate:
         """Whether any part is compiled, which takes time at the start."""
         return self.effects.is_compiled
 
-    @property
-    def near_kinds(self) -> tuple[str, ...]:
-        """Kinds with nearly the same kernels."""
-        return self.effects.near_kinds
-
     @cached_property
     def amounts(self) -> dict[str, int]:
         """How much memory it saves, in each ordered dimension of methods."""
@@ -180,9 +175,7 @@ def label_of(candidate: Candidate) -> str:
     'fp32, fused, 8 x 4'
     """
     words = [f"{axis} {getattr(candidate, axis)}" for axis in AXES if getattr(candidate, axis) > 1]
-    labels = [
-        (method.shards_axis or method.splits_optimizer, method.label(config)) for method, config in candidate.steps
-    ]
+    labels = [(m.shards_axis or m.splits_optimizer, m.label(config)) for m, config in candidate.steps]
     words += [label for is_split, label in labels if is_split] or (["ddp"] if candidate.data_ranks > 1 else [])
     precision = candidate.effects.precision
     words += [_SHORT.get(precision, precision), *(label for is_split, label in labels if label and not is_split)]

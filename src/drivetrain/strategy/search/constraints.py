@@ -124,9 +124,7 @@ def parse_memory(value: float | int | str) -> float | int:
         size = parse_size(value)
         if size is not None:
             return size
-    elif (isinstance(value, float) and 0 < value <= 1) or (
-        isinstance(value, int) and not isinstance(value, bool) and value > 0
-    ):
+    elif (isinstance(value, float) and 0 < value <= 1) or (type(value) is int and value > 0):
         return value
     raise ConfigError(
         f"memory_budget={value!r}: expected a fraction of the free memory (a float up to 1), a number of bytes, or a text such as '16GiB'."

@@ -243,8 +243,10 @@ def predict_time(effects: Effects, profile: ModelProfile, machine: MachineProfil
     correction = correction_of(e, machine)
     passes = e.accumulation * e.parts
     again = one.seconds("forward", True) * e.recompute.share + one.seconds("forward", False) * e.head_again
+    # Gradients are added to those of the passes before: two are read, one is written.
+    adding = 0.0 if e.accumulation == 1 else 12.0 * profile.trainable / e.parameter_ranks / machine.bandwidth
     time = {
-        "compute": passes * (step_seconds(one) * correction + _accumulation_time(e, profile, machine)),
+        "compute": passes * (step_seconds(one) * correction + adding),
         "recompute": passes * again * correction,
     }
     busy = time["compute"] + time["recompute"]
@@ -338,11 +340,6 @@ def correction_of(e: Effects, machine: MachineProfile) -> float:
         return known.get(e.kind, 1.0)
     others = (*e.near_kinds, *(() if e.threads is None else (replace(e, threads=None).kind,)))
     return next((known[kind] for kind in others if kind in known), 1.0)
-
-
-def _accumulation_time(e: Effects, profile: ModelProfile, machine: MachineProfile) -> float:
-    """Return what adding gradients to those of the passes before takes: two are read, one is written."""
-    return 0.0 if e.accumulation == 1 else 12.0 * profile.trainable / e.parameter_ranks / machine.bandwidth
 
 
 def collective_time(size: float, ranks: int, link: Link) -> float:

@@ -9,6 +9,7 @@ from drivetrain.core.display import shown_bytes, shown_seconds
 from drivetrain.core.errors import DrivetrainWarning
 from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.strategy.registry import mesh_method
+from drivetrain.strategy.search.candidates import Candidate
 from drivetrain.strategy.search.ranking import TIE, Scored, contrasting, nearest_misses, rejection, sensitivity
 from drivetrain.strategy.search.space import SearchSpace
 from drivetrain.strategy.trial.report import TrialResult
@@ -25,6 +26,11 @@ class Measurement:
     scored: Scored
     plan: Strategy
     result: TrialResult
+
+    @property
+    def candidate(self) -> Candidate:
+        """The plan as a candidate."""
+        return self.scored.candidate
 
     @property
     def seconds(self) -> float:
@@ -84,12 +90,9 @@ def finished_plan(
 
 def _predicted(item: Scored, budget: float, evidence: Mapping[str, Evidence]) -> dict[str, Any]:
     """Return the predicted cost as a plan stores it, without zeros."""
-    memory, seconds = (
-        {name: float(value) for name, value in parts.items() if value} for parts in (item.cost.memory, item.cost.time)
-    )
     return {
-        "memory": memory,
-        "time": seconds,
+        "memory": {name: float(value) for name, value in item.cost.memory.items() if value},
+        "time": {name: float(value) for name, value in item.cost.time.items() if value},
         "peak_bytes": float(item.peak),
         "step_seconds": float(item.seconds),
         "budget_bytes": float(budget),
@@ -124,7 +127,7 @@ def _rejected(
             lines.append(f"{item.scored.label}: measured {item.seconds * 1e3:.4g} ms a step, {change:+.0f} %")
         elif not item.is_usable:
             lines.append(item.failure)
-    tried = {item.scored.candidate for item in measurements}
+    tried = {item.candidate for item in measurements}
     more = contrasting(scored, chosen, budget, _MOST_REJECTED, lambda item: item.candidate in tried)
     lines += [rejection(item, chosen.seconds, budget) for item in more]
     return lines[:_MOST_REJECTED]
@@ -177,10 +180,8 @@ def summary(plan: Strategy) -> list[str]:
         memory = f"{shown_bytes(predicted['peak_bytes'])} of {shown_bytes(predicted['budget_bytes'])} predicted"
         lines.append(f"  step {shown_seconds(numbers['step_seconds'])} ({kind}{gain}); memory {memory}")
     if search:
-        seconds = sum(search["seconds"].values())
-        lines.append(
-            f"  of {search['candidates']} plans {search['fitting']} fit and {len(trials)} were tried, in {seconds:.0f} s"
-        )
+        tried = f"{len(trials)} were tried, in {sum(search['seconds'].values()):.0f} s"
+        lines.append(f"  of {search['candidates']} plans {search['fitting']} fit and {tried}")
     failed = [one for one in trials if one["outcome"] != "ok"]
     if failed:
         more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
@@ -193,11 +194,10 @@ def summary(plan: Strategy) -> list[str]:
 def plain_plan(cause: str, failed: Strategy | None = None) -> Strategy:
     """Return the plan that changes nothing, for a training run that continues although its search failed, and warn once."""
     if is_master():
-        warnings.warn(
-            f"The search found no plan, so the model trains without one: {cause} strict=True raises an error instead.",
-            DrivetrainWarning,
-            stacklevel=2,
+        text = (
+            f"The search found no plan, so the model trains without one: {cause} strict=True raises an error instead."
         )
+        warnings.warn(text, DrivetrainWarning, stacklevel=2)
     methods = [mesh_method().name] if get_num_processes() > 1 else []
     rejected, search = ((), None) if failed is None else (failed.rejected, failed.search)
     reason = f"search: no plan was found, so nothing is changed: {cause}"

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -87,31 +87,32 @@ def find_plan(
     return plan
 
 
+@dataclass
 class _Search:
-    known: Knowledge
+    task: TrainingTask
+    device: torch.device
+    world: int
+    constraints: SearchConstraints
+    on_progress: Callable[[str], None] | None
+    known: Knowledge = field(init=False)
     """Model and machine."""
-    space: SearchSpace
-    budget: float
+    space: SearchSpace = field(init=False)
+    budget: float = field(init=False)
     """Bytes that a plan may need."""
 
-    def __init__(
-        self,
-        task: TrainingTask,
-        device: torch.device,
-        world: int,
-        constraints: SearchConstraints,
-        on_progress: Callable[[str], None] | None,
-    ):
-        self.task, self.device, self.world, self.constraints = task, device, world, constraints
-        self.clock = SearchTime(constraints.time_limit)
-        self.thinking = SearchTime(constraints.time_limit or _UNTIMED)
+    def __post_init__(self) -> None:
+        self.clock = SearchTime(self.constraints.time_limit)
+        self.thinking = SearchTime(self.constraints.time_limit or _UNTIMED)
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
         self._rejected = ""
         self._validity: dict[Strategy, bool] = {}
         self.reason = self._why_nothing_is_measured()
-        self._on_progress = on_progress
+        self._on_progress: Callable[[str], None] = lambda text: None
+        if self.on_progress is not None and is_master():
+            self._on_progress = self.on_progress
         self._profiler: ModelProfiler | None = None
+        self._profile_limit = max(1.0, _PROFILE_SHARE * self.thinking.limit)
         self._profile_took = 0.0
 
     def run(self) -> Strategy:
@@ -165,9 +166,8 @@ class _Search:
             return best
         if broadcast_from_master(self.clock.left() > _COMPLETING):
             return replace(best, scored=self.known.completed(best.scored))
-        self.notes.append(
-            "profile: predicted memory is that of eager mode, which fits easily; a compiled graph keeps less"
-        )
+        text = "predicted memory is that of eager mode, which fits easily; a compiled graph keeps less"
+        self.notes.append(f"profile: {text}")
         return best
 
     # What is known.
@@ -176,14 +176,17 @@ class _Search:
         """Return what rank 0 finds out about model and machine, with the least free memory of all ranks."""
         profile, machine = master_does(self._profiled)
         if self.constraints.spec is None:
+            free = machine.free
             if self.device.type == "cpu":  # processes of one machine share its memory
-                free = machine.free // max(1, min(self.world, get_num_processes()))
-            else:
-                free = int(min(all_gather_values(_free_bytes(self.device, machine.free))))
+                free //= max(1, min(self.world, get_num_processes()))
+            else:  # no context is made for this: a device that this rank does not use has what the profile says
+                if self.device.type == "cuda" and torch.cuda.memory_reserved(self.device) > 0:
+                    free = int(torch.cuda.mem_get_info(self.device)[0])
+                free = int(min(all_gather_values(free)))
             machine = replace(machine, free=free)
         slow = {part for part in PARTS if part.endswith(COMPILED)}
         excluded = slow if self.thinking.limit < _NO_PROFILING_BELOW else set[str]()
-        left = self._profile_seconds() - self._profile_took
+        left = self._profile_limit - self._profile_took
         return Knowledge(profile, machine, self.thinking, left, self._profiler, frozenset(excluded))
 
     def _profiled(self) -> tuple[ModelProfile, MachineProfile]:
@@ -198,13 +201,9 @@ class _Search:
         self._tell("profiling the model")
         self._profiler = ModelProfiler(self.task)
         begin = time.monotonic()
-        profile = self._profiler.profile(time_limit=self._profile_seconds())
+        profile = self._profiler.profile(time_limit=self._profile_limit)
         self._profile_took = time.monotonic() - begin
         return profile
-
-    def _profile_seconds(self) -> float:
-        """Return how long the model's profile may take in all."""
-        return max(1.0, _PROFILE_SHARE * self.thinking.limit)
 
     def _profile_machine(self) -> MachineProfile:
         if self.constraints.spec is not None:
@@ -374,7 +373,7 @@ class _Search:
 
     def _unmeasured(self, fitting: Sequence[Scored], last: Scored, found: Sequence[Measurement]) -> Scored:
         """Return the best prediction that can be applied, needs no proof and is not of a kind that failed; else the last resort."""
-        failed = {one.scored.candidate.kind for one in found if one.result.outcome != "timeout"}
+        failed = {one.candidate.kind for one in found if one.result.outcome != "timeout"}
         left = preferred(self._trusted([item for item in fitting if item.candidate.kind not in failed]))
         return next((item for item in left if self._is_valid(item.candidate)), last)
 
@@ -391,13 +390,11 @@ class _Search:
 
     def tell_end(self, plan: Strategy) -> None:
         """Report what was found, in a few lines."""
-        if self._on_progress is not None and is_master():
-            for line in summary(plan):
-                self._on_progress(line)
+        for line in summary(plan):
+            self._on_progress(line)
 
     def _tell(self, text: str) -> None:
-        if self._on_progress is not None and is_master():
-            self._on_progress(f"[{self.clock.spent():5.1f} s] {text}")
+        self._on_progress(f"[{self.clock.spent():5.1f} s] {text}")
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -410,12 +407,5 @@ class _Search:
 
 def _all_failed(found: Sequence[Measurement], plain: Scored | None) -> bool:
     """Return whether trials showed that training itself fails: the simplest plan that fits was among them, and none ran out of time."""
-    is_plain_tried = plain is None or any(one.scored.candidate == plain.candidate for one in found)
+    is_plain_tried = plain is None or any(one.candidate == plain.candidate for one in found)
     return bool(found) and is_plain_tried and all(one.result.outcome != "timeout" for one in found)
-
-
-def _free_bytes(device: torch.device, known: int) -> int:
-    """Return this rank's free memory where its device is in use already, else what the profile says: no context is made for it."""
-    if device.type == "cuda" and torch.cuda.memory_reserved(device) > 0:
-        return int(torch.cuda.mem_get_info(device)[0])
-    return known

@@ -138,7 +138,7 @@ class Experience:
         """Update predictions from the result of a trial."""
         if not one.is_usable:
             return
-        candidate, plain = one.scored.candidate, replace(self.machine, corrections={})
+        candidate, plain = one.candidate, replace(self.machine, corrections={})
         expected = predict(candidate, self.profile, plain).seconds
         if expected < _LEARNT_FROM:
             return

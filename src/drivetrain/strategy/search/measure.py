@@ -133,19 +133,19 @@ class Measuring:
 
     def _of_its_kind(self, item: Scored) -> list[Measurement]:
         """Return the measured plans with nearly the same kernels."""
-        kinds = {item.candidate.kind, *item.candidate.near_kinds}
-        return [one for one in self.found if one.is_usable and one.scored.candidate.kind in kinds]
+        kinds = {item.candidate.kind, *item.candidate.effects.near_kinds}
+        return [one for one in self.found if one.is_usable and one.candidate.kind in kinds]
 
     def look_further(self, fitting: Sequence[Scored], is_valid: Callable[[Candidate], bool]) -> None:
         """Try further plans as long as one is predicted to be much faster than all measured ones."""
-        failed = {one.scored.candidate.kind for one in self.found if not one.is_usable}
+        failed = {one.candidate.kind for one in self.found if not one.is_usable}
         left = _MOST_FURTHER
         for item in fitting[:_LOOKED_AT]:
             if self.obstacle is not None or left == 0:
                 return
             if item.candidate.kind in failed or self._is_known(item) or not self._is_better(item, _MUCH_FASTER):
                 continue
-            is_new = not any(are_alike(item.candidate, one.scored.candidate) for one in self.found)
+            is_new = not any(are_alike(item.candidate, one.candidate) for one in self.found)
             if not (is_new and is_valid(item.candidate)):
                 continue
             if not self._has_time(item):
@@ -158,7 +158,7 @@ class Measuring:
     def _hope(self, late: Sequence[Scored]) -> None:
         """Try the best of what was too late in the time that is left, if it may win: nothing else needs that time."""
         best = choose(self.found)
-        too_slow = {one.scored.candidate.is_compiled for one in self.found if one.result.outcome == "timeout"}
+        too_slow = {one.candidate.is_compiled for one in self.found if one.result.outcome == "timeout"}
         late = [item for item in late if item.candidate.is_compiled not in too_slow]
         for item in sorted(map(self.corrected, late), key=lambda item: item.seconds):
             if self.obstacle is not None or (best is not None and item.seconds > (1 - TIE) * best.seconds):
@@ -193,8 +193,8 @@ class Measuring:
 
         The plain plan comes first, then one that needs no compiler, then untried kinds, each from the fastest on.
         """
-        plain, tried = self.space.plain, {one.scored.candidate.kind for one in self.found}
-        has_quick = any(not c.is_compiled and c != plain for c in (one.scored.candidate for one in self.found))
+        plain, tried = self.space.plain, {one.candidate.kind for one in self.found}
+        has_quick = any(not one.candidate.is_compiled and one.candidate != plain for one in self.found)
 
         def place(item: Scored) -> tuple[bool, bool, bool, float, int, float]:
             c = item.candidate
@@ -210,7 +210,7 @@ class Measuring:
             return False
         expected = self.corrected(best.scored).seconds
         for one in self.found:  # what only records kernels, and is not predicted to gain by it, loses a tie
-            is_same = _without_recording(item.candidate) == _without_recording(one.scored.candidate)
+            is_same = _without_recording(item.candidate) == _without_recording(one.candidate)
             gains = item.seconds < (1 - TIE) * self.corrected(one.scored).seconds
             if one.is_usable and is_same and not gains:
                 return True
@@ -225,21 +225,18 @@ class Measuring:
         if best is None:
             return
         close = [one for one in self.found if one.is_usable and one.seconds <= best.seconds * (1 + _CLOSE)]
-        if len(close) < 2:
-            return
         for one in sorted(close, key=lambda one: one.seconds)[:2]:
-            if self._has_time(one.scored, MORE_STEPS):
+            if len(close) > 1 and self._has_time(one.scored, MORE_STEPS):
                 self.found.remove(one)
                 self._try(one.scored, MORE_STEPS, earlier=one)
 
     def _prove_alone(self) -> None:
         """Try the fastest plan without methods that must win, such as other threads: it is chosen for them only where they are faster."""
         best = choose(self.found)
-        doubted = [] if best is None else [m.name for m, _ in best.scored.candidate.steps if m.must_win]
-        if best is None or not doubted:
+        if best is None:
             return
-        same = best.scored.candidate.without(doubted)
-        if same in self.space.candidates and all(one.scored.candidate != same for one in self.found):
+        same = best.candidate.without(method.name for method, _ in best.candidate.steps if method.must_win)
+        if same in self.space.candidates and all(one.candidate != same for one in self.found):
             item = self.corrected(Scored(same, best.scored.cost))
             if self._has_time(item):
                 self._try(item)

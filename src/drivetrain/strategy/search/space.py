@@ -253,12 +253,8 @@ def _candidates(scope: SearchScope) -> Iterator[Candidate]:
             sizes: dict[str, Any] = {**mesh, "micro": micro, "accumulation": accumulation}
             found = [Candidate(**sizes)]
             for options in scope.on_mesh(dimensions, mesh, micro, accumulation):
-                found = [
-                    larger
-                    for one in found
-                    for option in options
-                    if (larger := _with(one, option, scope.device)) is not None
-                ]
+                larger = (_with(one, option, scope.device) for one in found for option in options)
+                found = [one for one in larger if one is not None]
             for candidate in found:
                 fits = all(method.fits(config, candidate) is None for method, config in candidate.steps)
                 if fits and scope.allows(candidate):
