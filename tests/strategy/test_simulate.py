@@ -171,7 +171,7 @@ def check_few_blocks(methods, kind, monkeypatch, count, world):
     few = simulate(task, plan, world=world, device_kind=kind)
     assert few.failure is None
     assert any(f"continued to {count} blocks of blocks" in note for note in few.notes)
-    monkeypatch.setattr("drivetrain.strategy.profile.simulate.choose_counts", lambda *_: [])
+    monkeypatch.setattr("drivetrain.strategy.profile.few_blocks.choose_counts", lambda *_: [])
     whole = simulate(task, plan, world=world, device_kind=kind)
     assert whole.failure is None and not any("continued" in note for note in whole.notes)
     assert dict(few.memory) == dict(whole.memory)
