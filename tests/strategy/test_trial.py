@@ -233,7 +233,7 @@ def test_where_no_process_can_be_forked_a_copy_is_tried_in_the_callers_only_when
             for share in (0.1, None, 0.7)
         )
     assert result.outcome == "ok" and result.is_in_process and result.is_verified and result.steps == 2
-    assert any("own process" in note and "Local" in note for note in result.notes)
+    assert any("process of the caller" in note and "Local" in note for note in result.notes)
     assert all(torch.equal(before[key], value) for key, value in task.model.state_dict().items())
     assert same_state(random, capture_rng())
     assert settings == (torch.get_num_threads(), torch.backends.cuda.matmul.fp32_precision)
