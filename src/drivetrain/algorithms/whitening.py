@@ -69,5 +69,6 @@ class Whitening(Algorithm):
         size = len(columns if columns is not None else dataset)
         rows = torch.arange(min(self.num_images, size)) * size // min(self.num_images, size)
         if columns is not None:
-            return first_tensor(batch_get(columns.gather()(rows.to(columns.device)), self.input_key), str(self))
+            gather, _ = columns.gathers()
+            return first_tensor(batch_get(gather(rows.to(columns.device)), self.input_key), str(self))
         return torch.stack([first_tensor(batch_get(dataset[row], self.input_key), str(self)) for row in rows.tolist()])
