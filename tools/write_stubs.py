@@ -49,18 +49,8 @@ def stub_text(module: str) -> str:
     return f"{HEADER}{''.join(lines)}\n__all__ = [\n{names}]\n"
 
 
-def doorways() -> dict[str, str]:
-    """Return the stubs of modules at the root that are second names of others, by their paths."""
-    from drivetrain.compat.registry import MODULES
-
-    at_root = {public: home for public, home in MODULES.items() if public.count(".") == 1}
-    return {public: f"{HEADER}from {home} import *\n" for public, home in at_root.items()}
-
-
 def main() -> None:
     """Write all stubs."""
-    for module, text in doorways().items():
-        stub_path(module).write_text(text)
     for module in lazy_modules():
         stub_path(module).write_text(stub_text(module))
         print(stub_path(module).relative_to(SOURCE.parent))

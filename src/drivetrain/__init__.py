@@ -50,9 +50,10 @@ __getattr__, __dir__, __all__ = lazy_exports(
         # What is raised and warned.
         ".core.errors": ["DrivetrainError", "ConfigError", "StopTrainingError", "DrivetrainWarning"],
     },
-    modules=(
-        "algorithms auto checkpoint compat context core data experiment functional module optim record runtime strategy train"
-    ).split(),
+    modules=[
+        *"algorithms checkpoint compat context core data experiment module optim record runtime strategy train".split(),
+        *"auto callbacks finetuning functional run_config schedulers surgery tracking trainer utils".split(),
+    ],
     unlisted={
         ".core.errors": ["Error=DrivetrainError", "ConfigurationError"],
         ".core.plugin": ["Plugin"],

@@ -62,27 +62,27 @@ from drivetrain.experiment.sweeps.sweeping import run_parameter_sweep as run_par
 from drivetrain.compat.pystematic import torch as torch
 from drivetrain import algorithms as algorithms
 from drivetrain import auto as auto
-from drivetrain.train import callbacks as callbacks
+from drivetrain import callbacks as callbacks
 from drivetrain import checkpoint as checkpoint
 from drivetrain import compat as compat
 from drivetrain import context as context
 from drivetrain import core as core
 from drivetrain import data as data
 from drivetrain.experiment.experiments import experiment as experiment
-from drivetrain.train import finetuning as finetuning
+from drivetrain import finetuning as finetuning
 from drivetrain import functional as functional
 from drivetrain import module as module
 from drivetrain import optim as optim
 from drivetrain import record as record
-from drivetrain.train import settings as run_config
+from drivetrain import run_config as run_config
 from drivetrain import runtime as runtime
-from drivetrain.train import schedulers as schedulers
+from drivetrain import schedulers as schedulers
 from drivetrain import strategy as strategy
-from drivetrain.module import surgery as surgery
-from drivetrain.train import tracking as tracking
+from drivetrain import surgery as surgery
+from drivetrain import tracking as tracking
 from drivetrain import train as train
-from drivetrain.train import trainer as trainer
-from drivetrain.compat import pytorch_accelerated_utils as utils
+from drivetrain import trainer as trainer
+from drivetrain import utils as utils
 
 __version__: str
 

@@ -66,6 +66,17 @@ def test_attention_is_fused_only_where_nobody_uses_its_weights():
     assert fuse_attention(nn.TransformerEncoderLayer(8, 2), None) == ([], [])
 
 
+def test_attention_whose_fused_form_gives_nan_is_not_replaced():
+    x, model = torch.randn(2, 5, 8), Attending(uses_weights=False).eval()
+
+    def run(model):
+        is_fused = type(model.attention) is not nn.MultiheadAttention
+        return model(x) * (float("nan") if is_fused else 1.0)
+
+    names, remarks = fuse_attention(model, run)
+    assert not names and "outputs differ" in remarks[0] and type(model.attention) is nn.MultiheadAttention
+
+
 def test_pairs_of_ones_own_register_and_wrong_names_are_refused():
     @register_replace_pair("sigmoid", kwargs={"inplace": True})
     class Pair(ReplacePair):

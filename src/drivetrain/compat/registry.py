@@ -10,8 +10,20 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
+def open_doorway(public: str, home: str) -> None:
+    """Make `public` mean the module `home`, and `public.x` each submodule `home.x`: patching either reaches the code that runs.
+
+    Submodules are bound here too: imported through the public name they would otherwise be loaded a second time.
+    """
+    import pkgutil
+
+    sys.modules[public] = module = importlib.import_module(home)
+    for entry in pkgutil.iter_modules(getattr(module, "__path__", ())):
+        sys.modules[f"{public}.{entry.name}"] = importlib.import_module(f"{home}.{entry.name}")
+
+
 class DoorwayFinder:
-    """Makes each path of a table mean the module that is its home, the same object: patching either reaches the code that runs.
+    """Opens a doorway for each path of a table that has no file of its own.
 
     It derives from nothing: `importlib.abc` would double the time of `import drivetrain`.
     """
@@ -29,13 +41,8 @@ class DoorwayFinder:
         """Let Python make the module that `exec_module` replaces."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Replace the new module by its home, and bind the submodules, which would otherwise be loaded a second time."""
-        import pkgutil
-
-        public, home = module.__name__, self.homes[module.__name__]
-        sys.modules[public] = loaded = importlib.import_module(home)
-        for entry in pkgutil.iter_modules(getattr(loaded, "__path__", ())):
-            sys.modules[f"{public}.{entry.name}"] = importlib.import_module(f"{home}.{entry.name}")
+        """Replace the new module by its home, which Python then returns."""
+        open_doorway(module.__name__, self.homes[module.__name__])
 
 
 SLOTS = {
@@ -70,14 +77,6 @@ _SCHEDULE_FILES = (
 """SpeeChain has a file for each schedule, and `type: noam.NoamLr` of a configuration names one."""
 
 MODULES = {
-    "drivetrain.callbacks": "drivetrain.train.callbacks",
-    "drivetrain.finetuning": "drivetrain.train.finetuning",
-    "drivetrain.run_config": "drivetrain.train.settings",
-    "drivetrain.schedulers": "drivetrain.train.schedulers",
-    "drivetrain.surgery": "drivetrain.module.surgery",
-    "drivetrain.tracking": "drivetrain.train.tracking",
-    "drivetrain.trainer": "drivetrain.train.trainer",
-    "drivetrain.utils": "drivetrain.compat.pytorch_accelerated_utils",
     "drivetrain.algorithms.alibi.attention_surgery_functions": "drivetrain.algorithms.alibi.algorithm",
     "drivetrain.algorithms.alibi.gpt2_alibi": "drivetrain.compat.composer_types",
     "drivetrain.algorithms.warnings": "drivetrain.core.errors",

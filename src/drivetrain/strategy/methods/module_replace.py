@@ -4,6 +4,7 @@ A pair names what it replaces and makes the replacement. It is kept only if it g
 input against the original. Names and state-dict keys stay.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -170,7 +171,8 @@ def _relative_error(expected: Tensor, given: object) -> float | None:
     """Return the largest difference, relative to the largest value; None for something else than a tensor of the same shape."""
     if not isinstance(given, Tensor) or given.shape != expected.shape:
         return None
-    return (given.float() - expected.float()).abs().max().item() / max(1.0, expected.float().abs().max().item())
+    error = (given.float() - expected.float()).abs().max().item() / max(1.0, expected.float().abs().max().item())
+    return math.inf if math.isnan(error) else error  # NaN compares as equal to any limit
 
 
 class _RmsNorm(ReplacePair):
@@ -252,5 +254,5 @@ def _largest_difference(expected: object, given: object) -> float:
     for a, b in zip(tree_leaves(expected), tree_leaves(given)):
         if isinstance(a, Tensor) and (a.is_floating_point() or not isinstance(b, Tensor) or a.shape != b.shape):
             error = _relative_error(a, b)
-            largest = max(largest, float("inf") if error is None else error)
+            largest = max(largest, math.inf if error is None else error)
     return largest

@@ -1,2 +1,0 @@
-# Written by `make stubs` from the lazy exports of this module.
-from drivetrain.train.tracking import *
