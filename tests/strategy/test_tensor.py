@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from drivetrain.core.errors import MethodConfigError, StrategyError
+from drivetrain.core.errors import ConflictError, MethodConfigError, StrategyError
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.tensor_parallel import parallelize
 from drivetrain.module.vocabulary_parallel import accepting_split_logits
@@ -217,3 +217,17 @@ def test_wrong_settings_are_refused_by_name():
         check({"plan": {"0.0": "colwise", "0.2": "rowwise"}, "loss_parallel": True}, even)
     plan = Strategy([("parallel_mode", [("tensor", 2)]), ("tensor_parallel", {"loss_parallel": False})])
     assert Strategy.from_json(plan.to_json()) == plan
+
+
+def test_whole_blocks_are_not_computed_again_by_the_compiler_where_layers_are_split():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, batch_first=True), 2)
+
+    def check(mode):
+        mesh = ("parallel_mode", [("tensor", 2)])
+        plan = Strategy([mesh, "tensor_parallel", ("checkpoint", {"mode": mode}), ("native_dynamo", "aot_eager")])
+        plan.validate(model, device="cpu", world_size=2)
+
+    with pytest.raises(ConflictError, match="mode='full', tensor_parallel and native_dynamo cannot .* 'selective'"):
+        check("full")
+    check("selective")
+    check("offload")
