@@ -321,8 +321,8 @@ def page(results):
         "2 or 4 gloo ranks with a small model of `transformers`. Rows have different numbers of ignored labels, so a loss that is a "
         "mean over tokens must be weighted by them. *ok*: every parameter moves as in the plain loop, to 0.2 % in float32. In 16 bits to "
         "15 % (`amp`) or 25 % (`half`), as a trial allows, or to twice what plain autocast on one process does to that parameter (with "
-        "`half` and under `fully_shard`, which casts weights: a plain loop in bfloat16). ResNet in 16 bits to 60 %, because batch norms over "
-        "one or two samples amplify rounding; in float32 it is exact. Batch "
+        "`half` and under `fully_shard`, which casts weights: a plain loop in bfloat16). ResNet in 16 bits to 60 %, because batch "
+        "norms over one or two samples amplify rounding; in float32 it is exact. Batch "
         "norms use the statistics of a pass, as in DDP, so the plain loop of ResNet makes the same passes. *warned*: the plan runs, and "
         "a warning says what is different. A number alone: the plan is rejected before the first step. The reasons are below. "
         "`python -m benchmarks.plan_matrix` runs it, and `tests/strategy/test_architectures.py` (slow) tests a part of it.\n",

@@ -288,7 +288,8 @@ def compare(name, plan, planned, windows):
 
     A plan in 16 bits moves a parameter as the plain loop or as a plain loop under autocast does, as closely as a trial wants it; where
     autocast itself is further from float32, twice as far as that. With `half`, and where `fully_shard` casts the weights, a plain loop in
-    bfloat16 takes the place of autocast. Batch norms over one or two samples (`windows`) amplify rounding, so there only what is lost counts.
+    bfloat16 takes the place of autocast. Batch norms over one or two samples (`windows`) amplify rounding, so there only what is lost
+    counts.
     """
 
     def plain(dtype=None):
