@@ -315,6 +315,8 @@ def _cell(text, reasons):
 def page(results):
     """Return the page of the documentation."""
     counts = Counter(kind_of(text) for text in results.values())
+    missing = [cell for cell in cells() if key(*cell) not in results]
+    compiled = sum("compile" in cell[3] for cell in missing)
     parts = [
         "# Which plans are right on which models\n",
         "Each cell compares two steps of a plan with a plain loop (SGD with momentum) on the same samples, parameter by parameter, on "
@@ -325,8 +327,9 @@ def page(results):
         "norms over one or two samples amplify rounding; in float32 it is exact. Batch "
         "norms use the statistics of a pass, as in DDP, so the plain loop of ResNet makes the same passes. *warned*: the plan runs, and "
         "a warning says what is different. A number alone: the plan is rejected before the first step. The reasons are below. "
-        "`python -m benchmarks.plan_matrix` runs it, and `tests/strategy/test_architectures.py` (slow) tests a part of it.\n",
-        f"{len(results)} cells were run: " + ", ".join(f"{counts[kind]} {kind}" for kind in KINDS) + ".\n",
+        "`python -m benchmarks.plan_matrix` runs it, and so does the slow test `tests/strategy/test_architectures.py`.\n",
+        f"{len(results):,} cells were run: " + ", ".join(f"{counts[kind]:,} {kind}" for kind in KINDS) + ".\n",
+        *([f"{len(missing)} cells have not been run yet, {compiled} of them with the compiler.\n"] if missing else []),
     ]
     names, reasons = [*architectures.CONFIGS], []
     for heading, of, columns in (
