@@ -152,6 +152,18 @@ def test_a_model_on_the_meta_device_is_verified_by_a_smaller_one(breaks, monkeyp
     assert "1,099,512,676,352 elements" in verify_plan(Strategy([]), make_task(large), device=CPU).notes[0]
 
 
+def compare_pipeline():
+    model = deep_model().to("meta")
+    plan = Strategy([("parallel_mode", [("pipe", 4)]), ("pipeline_parallel", {"microbatches": 4})])
+    return plan_check.compare_with_fewer_blocks(plan, make_task(model), model, CPU)
+
+
+@pytest.mark.slow
+def test_a_smaller_model_has_blocks_for_every_stage_of_a_pipeline(world4):
+    kinds, texts = zip(*world4(compare_pipeline))
+    assert set(kinds) == {"ok"} and "one with 6 blocks" in texts[0], texts
+
+
 @pytest.fixture
 def small_device(monkeypatch):
     """A device on which a plain model of more than two blocks runs out of memory."""

@@ -151,9 +151,7 @@ def _on_model(task: TrainingTask, model: nn.Module, rows: int, copied: bool = Tr
     try:
         model = copy.deepcopy(model) if copied else model
         inputs = task.prepared(task.batch(rows), place)
-    except (
-        Exception
-    ):  # a model that cannot be copied; or a function of the user's, which raises again in the first step
+    except Exception:  # a model that cannot be copied, or a user's function, which raises again in the first step
         return UNKNOWN, []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first step warns again

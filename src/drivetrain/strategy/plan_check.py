@@ -14,7 +14,7 @@ from drivetrain.module.tensor_trials import made_up_state
 from drivetrain.runtime.collectives import agree_any, all_gather_values
 from drivetrain.runtime.device import device_memory
 from drivetrain.runtime.ranks import get_num_processes
-from drivetrain.runtime.seeds import capture_rng, restore_rng
+from drivetrain.runtime.seeds import rng_kept
 from drivetrain.strategy.profile.few_blocks import cut_model, find_cuttable
 from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.task import TrainingTask
@@ -79,7 +79,7 @@ def compare_with_fewer_blocks(
 ) -> tuple[OutcomeKind | None, str]:
     """Do what `compare_plan` does, with a smaller model of the same classes. `model` is unchanged. None: no such model fits."""
     cause = "the model is on the meta device" if on_meta(model) else "the plain model does not fit"
-    families, stages = find_cuttable(model), dict(plan.mesh or ()).get("pipe", 1)
+    families, stages = find_cuttable(model), resolve_plan(plan, model=model, device=device).site.axis("pipe")
     room = min(all_gather_values(_room(device)))
     text = ""
     for least in (2 * stages, stages):
@@ -118,12 +118,9 @@ def _num_elements(module: nn.Module) -> int:
 
 def _fill(model: nn.Module) -> None:
     """Give a model on the meta device random values, the same on all ranks."""
-    random_state = capture_rng()
-    torch.manual_seed(0)
-    try:
+    with rng_kept():
+        torch.manual_seed(0)
         state = made_up_state(model)
-    finally:
-        restore_rng(random_state)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
