@@ -94,6 +94,41 @@ def test_parameters_are_found_by_name_when_they_moved_between_groups():
     assert_continues(source, live)
 
 
+def test_groups_in_another_order_keep_the_settings_of_their_parameters():
+    def groups(named):
+        first, second = (list(named.values())[:2], list(named.values())[2:])
+        return [{"params": first, "lr": 0.5}, {"params": second, "lr": 0.25}]
+
+    source, live = step(make(groups=groups)), make(groups=lambda named: groups(named)[::-1])
+    live.load_state_dict(through_file(source.state_dict()))
+    assert [group["lr"] for group in live.optimizer.param_groups] == [0.25, 0.5]
+    assert_continues(source, live)
+
+
+def test_a_partial_load_leaves_out_the_state_of_parameters_that_changed():
+    source, live = step(make()), make()
+    live.model[1] = nn.Linear(3, 4)
+    live.optimizer = torch.optim.AdamW(live.model.parameters(), lr=0.2)
+    report = live.load_state_dict(through_file(source.state_dict()), strict=False)
+    assert any(line.startswith("optimizer: the state of model.1.weight") for line in report.unfitting)
+    assert "optimizer" not in report.restored and live.optimizer.param_groups[0]["lr"] == 0.1
+    assert [bool(live.optimizer.state.get(p)) for p in live.model.parameters()] == [True, True, False, False]
+    step(live)
+
+
+def test_a_partial_load_restores_the_parameters_that_are_on_both_sides():
+    source, live = step(make()), make()
+    live.model.append(nn.Linear(1, 1))
+    live.optimizer = torch.optim.AdamW(live.model.parameters())
+    report = live.load_state_dict(through_file(source.state_dict()), strict=False)
+    assert any("no state was saved for the parameter model.2.weight" in line for line in report.unfitting)
+    kept = [live.optimizer.state.get(parameter, {}) for parameter in live.model.parameters()]
+    assert [bool(state) for state in kept] == [True] * 4 + [False] * 2
+    expected = [source.optimizer.state[parameter]["exp_avg"] for parameter in source.model.parameters()]
+    assert all(torch.equal(state["exp_avg"], value) for state, value in zip(kept, expected))
+    step(live)
+
+
 def test_a_state_keyed_by_names_alone_is_read():
     source, live = step(make(), 3), make(order=lambda parameters: parameters[::-1])
     names = [name for name, _ in source.model.named_parameters()]

@@ -172,6 +172,10 @@ class Loading:
         near = nearest_name(path.rpartition(".")[2], valid)
         self._faults.append(_Fault(kind, path, reason or (f"nearest is {near!r}" if near else "")))
 
+    def unfitting_paths(self) -> set[str]:
+        """Return the paths whose states could not be loaded."""
+        return {fault.path for fault in self._faults if fault.kind == "unfitting"}
+
     # The second step.
 
     def finish(self, restore: Restore) -> LoadReport:

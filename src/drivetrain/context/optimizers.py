@@ -6,7 +6,8 @@ every value's type: torch would round a float32 momentum to a bfloat16 parameter
 differ.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -31,15 +32,29 @@ def save_optimizer(optimizer: Optimizer, names: Names) -> StateDict:
     return {**state, "param_groups": groups}
 
 
-def fit_optimizer(optimizer: Optimizer, saved: StateDict, names: Names) -> tuple[list[str], Callable[[], None]]:
-    """Return what keeps a saved state from fitting, and what loads it."""
+def fit_optimizer(
+    optimizer: Optimizer, saved: StateDict, names: Names
+) -> tuple[list[str], Callable[[Collection[str]], list[str]] | None]:
+    """Return what keeps a saved state from fitting, and what loads the rest of it; None where nothing of it can be loaded.
+
+    What loads it takes the names of parameters that have another shape now, and returns those whose state it left out.
+    """
     groups, live_groups = list(saved["param_groups"]), optimizer.param_groups
     if len(groups) != len(live_groups):
-        return [f"saved {len(groups)} parameter groups, this optimizer has {len(live_groups)}"], lambda: None
+        return [f"saved {len(groups)} parameter groups, this optimizer has {len(live_groups)}"], None
     live = [parameter for group in live_groups for parameter in group["params"]]
     keys = [key for group in groups for key in group["params"]]
     saved_names = _saved_names(groups)
-    if saved_names is not None and (live_names := _live_names(optimizer, names, saved_names)) is not None:
+    if saved_names is None or (live_names := _live_names(optimizer, names, saved_names)) is None:
+        sizes = [(len(group["params"]), len(own["params"])) for group, own in zip(groups, live_groups)]
+        problems = [
+            f"saved {count} parameters in group {index}, this optimizer has {own} there"
+            for index, (count, own) in enumerate(sizes)
+            if count != own
+        ]
+        if problems:
+            return problems, None
+    else:
         problems = [f"no state was saved for the parameter {name}" for name in live_names if name not in saved_names]
         for name in saved_names:
             if name not in live_names:
@@ -48,14 +63,24 @@ def fit_optimizer(optimizer: Optimizer, saved: StateDict, names: Names) -> tuple
                 problems.append(f"the saved parameter {name} is not in this optimizer{hint}")
         by_name = dict(zip(saved_names, keys))
         keys = [by_name.get(name) for name in live_names]
-    else:
-        sizes = [(len(group["params"]), len(own["params"])) for group, own in zip(groups, live_groups)]
-        problems = [
-            f"saved {count} parameters in group {index}, this optimizer has {own} there"
-            for index, (count, own) in enumerate(sizes)
-            if count != own
-        ]
-    return problems, lambda: _load(optimizer, saved["state"], groups, dict(zip(keys, live)))
+        groups = _in_order_of(live_groups, groups, keys)
+
+    def load(unfitting: Collection[str]) -> list[str]:
+        left_out = {id(p): name for p in live if (name := names.get(id(p))) in unfitting}
+        wanted = [None if id(p) in left_out else key for key, p in zip(keys, live)]
+        _load(optimizer, saved["state"], groups, wanted, live)
+        return list(left_out.values())
+
+    return problems, load
+
+
+def _in_order_of(live: Sequence[Settings], saved: list[Settings], keys: Sequence[object]) -> list[Settings]:
+    """Return the saved groups in the order of the live ones where each of those holds the parameters of a saved one."""
+    by_members = {frozenset(group["params"]): group for group in saved}
+    rest = iter(keys)
+    ordered = [by_members.get(frozenset(islice(rest, len(group["params"])))) for group in live]
+    found = [group for group in ordered if group is not None]
+    return found if len(found) == len(by_members) == len(saved) else saved
 
 
 def _saved_names(groups: Sequence[Settings]) -> list[str] | None:
@@ -86,26 +111,25 @@ def _load(
     optimizer: Optimizer,
     state: Mapping[object, Mapping[object, object]],
     groups: list[Settings],
-    owners: dict[object, Tensor],
+    keys: Sequence[object],
+    live: Sequence[Tensor],
 ) -> None:
     """Give every parameter its copy of the state and every group its settings, through the optimizer's own method."""
-    numbers = {key: number for number, key in enumerate(owners)}
     fresh: dict[object, dict[object, object]] = {}
-    for key, entries in state.items():
-        if key in owners:
-            fresh[numbers[key]] = {name: _copy_for(value, owners[key], name) for name, value in entries.items()}
-        else:
-            fresh[key] = dict(entries)  # torch allows state that belongs to no parameter
-    start, settings = 0, []
-    for saved, live in zip(groups, optimizer.param_groups):
-        count = len(live["params"])
-        settings.append({**_settings(saved, live), "params": list(range(start, start + count))})
-        start += count
+    for number, (key, parameter) in enumerate(zip(keys, live)):
+        if key in state:
+            fresh[number] = {name: _copy_for(value, parameter, name) for name, value in state[key].items()}
+    known = {key for group in groups for key in group["params"]}
+    # Torch allows state that belongs to no parameter.
+    fresh |= {key: dict(entries) for key, entries in state.items() if key not in known}
+    rest, settings = iter(range(len(live))), []
+    for saved, own in zip(groups, optimizer.param_groups):
+        settings.append({**_settings(saved, own), "params": list(islice(rest, len(own["params"])))})
     optimizer.load_state_dict({"state": fresh, "param_groups": settings})
     if type(optimizer).load_state_dict is Optimizer.load_state_dict:
-        for key, parameter in owners.items():
+        for number, parameter in enumerate(live):
             state_of = optimizer.state.get(parameter, {})
-            for name, value in fresh.get(numbers[key], {}).items():
+            for name, value in fresh.get(number, {}).items():
                 current = state_of.get(name)
                 if name != "step" and isinstance(value, Tensor) and isinstance(current, Tensor):
                     state_of[name] = current if current.dtype == value.dtype else value

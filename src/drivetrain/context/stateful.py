@@ -147,8 +147,14 @@ class OptimizerKind(Kind):
         problems, load = fit_optimizer(item, loading.unpack(saved), loading.parameter_names)
         for problem in problems:
             loading.unfit(path, item, saved, problem)
-        if not problems:
-            loading.optimizers.append(load)
+        if load is None:
+            return keep(item)
+
+        def restore() -> None:
+            for name in load(loading.unfitting_paths()):
+                loading.note("unfitting", path, f"the state of {name} is not restored, because {name} is not")
+
+        loading.optimizers.append(restore)
         return keep(item)
 
 
