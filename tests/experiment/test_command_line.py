@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from drivetrain.core.errors import ParameterError
-from drivetrain.experiment import experiment, param_group, parameter
+from drivetrain.experiment import experiment, group, param_group, parameter, read_run
 from drivetrain.experiment.command_line import parse
 from drivetrain.experiment.resolve import resolve
 
@@ -223,3 +223,31 @@ def test_an_override_of_an_unknown_parameter_names_the_nearest_one():
         parse(["batchsize=2"], train.parameters)
     with pytest.raises(ParameterError, match="lr=0.1"):
         parse(["word"], train.parameters)
+
+
+def test_a_word_after_a_flag_or_a_tuple_is_explained():
+    @experiment
+    def function(verbose: bool = False, size: tuple[int, int] = (1, 2), xs: list[list[list[int]]] | None = None):
+        return xs
+
+    with pytest.raises(ParameterError, match="write --verbose, --no-verbose or --verbose=false"):
+        function.cli(["--verbose", "false"], exit_on_error=False)
+    with pytest.raises(ParameterError, match="--size takes one value. Write several as JSON"):
+        function.cli(["--size", "3", "4"], exit_on_error=False)
+    with pytest.raises(ParameterError, match=r"size cannot be '3': expected tuple\[int, int\], written as JSON"):
+        function.cli(["--size", "3"], exit_on_error=False)
+    given = parse(["xs=[[1,2],[3]],[[4]]"], function.parameters).given
+    assert given["xs"].value == ["[[1,2],[3]]", "[[4]]"]
+
+
+def test_the_command_of_a_run_in_a_group_names_the_experiment(tmp_path):
+    @group
+    def tools():
+        pass
+
+    @tools.experiment
+    def fit(x: int = 1):
+        return x
+
+    tools.cli(["fit", "--x", "2", "--output-dir", str(tmp_path), "--run-name", "a"], program="tools")
+    assert read_run(tmp_path / "fit" / "a").manifest["argv"][:3] == ["tools fit", "--x", "2"]

@@ -1,16 +1,21 @@
 """Parameter files: what they may hold, and what happens to hostile ones."""
 
+import enum
 import json
 import re
 import time
+from collections import deque
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from drivetrain.core.errors import ParameterError
-from drivetrain.experiment import experiment, sweep
+from drivetrain.experiment import experiment, read_run, sweep
 from drivetrain.experiment.cli.sweep import read_space
 
 
@@ -46,6 +51,54 @@ def test_the_parameters_of_an_earlier_run_can_be_fed_back(tmp_path):
     assert first == second == (0.7, [1, 2], "1e-3")
     assert seen[1].seed == seen[0].seed and seen[1].folder != seen[0].folder
     assert seen[1].folder.parent == seen[0].folder.parent
+
+
+class Size(enum.Enum):
+    small = "large"
+    large = "small"
+
+
+class Head(BaseModel):
+    width: int = 4
+    names: list[str] = []
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (Size, Size.small),
+        (dict[str, Size], {"a": Size.small}),
+        (dict[Size, int], {Size.large: 1}),
+        (frozenset[int], frozenset({1, 2})),
+        (deque[int], deque([1, 2])),
+        (list[int | None], [1, None]),
+        (int | str, "3"),
+        (int | str, 3),
+        (bytes, b"abc"),
+        (Head, Head(width=2, names=["x"])),
+        (list[Head], [Head(), Head(width=3)]),
+        (timedelta, timedelta(days=1, hours=2)),
+        (Path, Path("a b/c")),
+    ],
+)
+def test_values_of_every_type_can_be_fed_back(tmp_path, kind, value):
+    def function(x, y: int = 0):
+        return x
+
+    function.__annotations__["x"] = kind
+    made = experiment(function)
+    assert made.run(x=value, output_dir=str(tmp_path), run_name="a") == value
+    words = ["--params-file", str(tmp_path / "function" / "a" / "parameters.yaml"), "--output-dir", str(tmp_path)]
+    again = made.cli(words, exit_on_error=False)
+    assert again == value and type(again) is type(value)
+
+
+def test_text_that_is_not_unicode_leaves_the_file_readable(tmp_path):
+    def function(name: str = "x", lr: float = 0.1):
+        return name
+
+    experiment(function).run(name="caf\udce9", lr=0.2, output_dir=str(tmp_path), run_name="a")
+    assert read_run(tmp_path / "function" / "a").parameters["lr"] == 0.2
 
 
 def test_errors_name_file_and_line(tmp_path):

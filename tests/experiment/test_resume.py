@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import drivetrain as dt
-from drivetrain.core.errors import ResumeError
+from drivetrain.core.errors import ParameterError, ResumeError
 from drivetrain.core.locking import FolderLock
 from drivetrain.experiment import Param, experiment, find_runs, read_run
 from drivetrain.runtime import current_run
@@ -221,3 +221,88 @@ def test_resume_takes_the_short_id_of_a_run_in_the_output_folder(stopped, tmp_pa
     assert len(result["losses"]) == 6 and [record.folder for record in find_runs(tmp_path)] == [stopped.folder]
     with pytest.raises(ResumeError, match="short id"):
         learn.run(output_dir=str(tmp_path), resume="zzzzzz")
+
+
+def experiment_named(name, function):
+    return experiment(name=name)(function)
+
+
+def test_a_run_with_a_required_parameter_is_continued_with_its_own_value(tmp_path):
+    fails = {"yes": True}
+
+    def function(data: str, lr: float = 0.1):
+        if fails.pop("yes", False):
+            raise RuntimeError("stopped")
+        return data, lr
+
+    made = experiment_named("needs-data", function)
+    with pytest.raises(RuntimeError):
+        made.run(data="digits", output_dir=str(tmp_path), run_name="a")
+    assert made.resume(tmp_path / "needs-data" / "a") == ("digits", 0.1)
+    with pytest.raises(ParameterError, match="'data' is required"):
+        made.run(output_dir=str(tmp_path), resume="auto")
+
+
+def test_a_run_of_another_function_of_the_same_name_is_not_continued(tmp_path):
+    def train_resnet():
+        return "resnet"
+
+    def train_vit():
+        return "vit"
+
+    one, other = experiment_named("train", train_resnet), experiment_named("train", train_vit)
+    assert [made.run(output_dir=str(tmp_path), resume="auto") for made in (one, other, one)] == [
+        "resnet",
+        "vit",
+        "resnet",
+    ]
+    assert len(list(find_runs(tmp_path))) == 2
+
+
+def test_a_run_of_a_file_of_another_name_is_not_continued(tmp_path):
+    def function():
+        return 1
+
+    made = experiment_named("train", function)
+    made.run(output_dir=str(tmp_path), run_name="a")
+    manifest = tmp_path / "train" / "a" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("test_resume.py", "other.py"))
+    made.run(output_dir=str(tmp_path), resume="auto")
+    assert len(list(find_runs(tmp_path))) == 2
+
+
+def test_a_run_whose_parameters_are_damaged_is_not_continued_with_defaults(stopped):
+    (stopped.folder / "parameters.yaml").write_text("lr: [0.05")
+    with pytest.raises(ResumeError, match="parameters.yaml is damaged"):
+        learn.resume(stopped.folder)
+
+
+def test_a_relative_path_stays_valid_when_the_program_changes_its_folder(tmp_path, monkeypatch):
+    def function(fail: Annotated[bool, Param(resumable=True)] = False):
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert not fail
+        return str(current_run().folder)
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    made = experiment_named("moves", function)
+    with pytest.raises(AssertionError):
+        made.run(run_name="a", fail=True)
+    monkeypatch.chdir(tmp_path)
+    assert made.resume("output/moves/a", {"fail": False}) == str(tmp_path / "output/moves/a")
+    assert read_run(tmp_path / "output/moves/a").state == "finished"
+
+
+def test_a_default_without_a_plain_form_is_itself_again(tmp_path):
+    def function(
+        activation=torch.tanh, dtype: torch.dtype = torch.float16, steps: Annotated[int, Param(resumable=True)] = 1
+    ):
+        return activation is torch.tanh, dtype, steps
+
+    made = experiment_named("objects", function)
+    made.run(output_dir=str(tmp_path), run_name="a")
+    folder = tmp_path / "objects" / "a"
+    assert made.resume(folder, {"steps": 2}) == (True, torch.float16, 2)
+    words = ["--params-file", str(folder / "parameters.yaml"), "--output-dir", str(tmp_path)]
+    assert made.cli(words, exit_on_error=False) == (True, torch.float16, 2)
+    assert " at 0x" not in (folder / "parameters.yaml").read_text()

@@ -1,10 +1,12 @@
 """Functions whose signature declares the parameters."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
+from pydantic import Field
 
 from drivetrain.core.errors import DrivetrainError, ParameterError
 from drivetrain.experiment import Param, experiment, parameter
@@ -255,3 +257,33 @@ def test_a_dataclass_without_source_has_no_help_of_its_own():
         pass
 
     assert train.parameters["opt.x"].help is None
+
+
+def test_constraints_of_pydantic_hold(tmp_path):
+    def function(
+        n: Annotated[int, Field(gt=0), Param(help="how many")] = 1, xs: Annotated[list[int], Field(max_length=2)] = ()
+    ):
+        return n, xs
+
+    made = experiment(function)
+    assert made.cli(["--output-dir", str(tmp_path), "--n", "3", "--xs", "1", "2"]) == (3, [1, 2])
+    assert "how many" in made.help()
+    with pytest.raises(ParameterError, match="n cannot be 0: expected int: Input should be greater than 0"):
+        made.run(n=0)
+    with pytest.raises(ParameterError, match="xs cannot be .1, 2, 3.: expected list.int.: List should have at most 2"):
+        made.run(xs=[1, 2, 3])
+
+
+def test_lists_of_any_spelling_take_several_values(tmp_path):
+    def function(a: Iterable[int], b: list[str | None], c: frozenset[int] = frozenset()):
+        return a, b, c
+
+    values = experiment(function).run(output_dir=str(tmp_path), a=[1, 2], b=["x", None], c=frozenset({3}))
+    assert values == ([1, 2], ["x", None], frozenset({3}))
+
+
+def test_the_default_of_a_path_is_shown_whole():
+    def function(data: Path = Path("data/imagenet")):
+        return data
+
+    assert "default: data/imagenet" in experiment(function).help()

@@ -1,10 +1,12 @@
 """Reading values in their types."""
 
 import enum
+from collections import deque
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
+from pydantic import Field
 
 from drivetrain.core.errors import ParameterError
 from drivetrain.experiment import Parameter
@@ -14,6 +16,11 @@ from drivetrain.experiment.values import BadValue, annotated_type
 class Colour(enum.Enum):
     RED = 1
     GREEN = "green-value"
+
+
+class Swapped(enum.Enum):
+    a = "b"
+    b = "a"
 
 
 def read(kind, value, is_text=True):
@@ -45,6 +52,17 @@ def read(kind, value, is_text=True):
         (int | None, "4", 4),
         (dict[str, int], '{"a": 1}', {"a": 1}),
         (tuple[int, str], '[1, "x"]', (1, "x")),
+        (int | str, "3", 3),
+        (int | str, '"3"', "3"),
+        (int | str, "auto", "auto"),
+        (float | str | None, "1e-3", 1e-3),
+        (bool | str, "true", True),
+        (Path | str, "3", "3"),
+        (Swapped, "a", Swapped.a),
+        (dict[str, Colour], '{"x": "red"}', {"x": Colour.RED}),
+        (dict[Colour, int], '{"GREEN": 1}', {Colour.GREEN: 1}),
+        (dict[str, int | None], '{"a": null, "b": "1e3"}', {"a": None, "b": 1000}),
+        (Annotated[int, Field(gt=0)], "1e3", 1000),
     ],
 )
 def test_values_are_read_in_their_type(kind, given, expected):
@@ -75,6 +93,10 @@ def test_values_are_read_in_their_type(kind, given, expected):
         (dict[str, int], '{"a": "x"}'),
         (dict[str, int], "{"),
         (tuple[int, str], "[1]"),
+        (tuple[int, str], "1"),
+        (Annotated[int, Field(gt=0)], "-1"),
+        (Annotated[int | None, Field(gt=0)], "0"),
+        (dict[str, int | None], '{"a": true}'),
     ],
 )
 def test_values_of_another_type_are_refused(kind, given):
@@ -125,3 +147,8 @@ _halve.__name__ = "halve"
 def test_multiple_reads_every_item():
     assert Parameter("xs", type=int, multiple=True).read(["1", "2"], is_text=True, where="--xs") == [1, 2]
     assert Parameter("xs", type=int, multiple=True).read(3, is_text=False, where="run") == [3]
+
+
+@pytest.mark.parametrize("given", [{1, 2}, frozenset({1, 2}), (1, 2), range(1, 3), deque([1, 2])])
+def test_multiple_takes_any_container_of_items(given):
+    assert Parameter("xs", type=int, multiple=True).read(given, is_text=False, where="run") == [1, 2]

@@ -183,10 +183,17 @@ def _own_flags(option: str) -> list[str]:
 def split_values(text: str) -> list[str]:
     """Split at commas outside brackets.
 
-    >>> split_values("[1,2],[3]")
-    ['[1,2]', '[3]']
+    >>> split_values("[1,[2,3]],[4]")
+    ['[1,[2,3]]', '[4]']
     """
-    return [item.strip() for item in re.split(r",(?![^\[({]*[\])}])", text)]
+    items, depth = [""], 0
+    for sign in text:
+        depth += (sign in "[({") - (sign in "])}")
+        if sign == "," and depth <= 0:
+            items.append("")
+        else:
+            items[-1] += sign
+    return [item.strip() for item in items]
 
 
 def _unexpected(word: str, last: "Parameter | None", parameters: "ParameterSet") -> str:
@@ -198,6 +205,10 @@ def _unexpected(word: str, last: "Parameter | None", parameters: "ParameterSet")
     if has_value and (last is None or not last.is_secret):
         return f"unknown parameter {name!r}{hint('--' + name.replace('_', '-'))}"
     shown = repr(word if last is None else last.shown(word))
+    if last is not None and last.is_flag:
+        return f"unexpected argument {shown}: write {last.flag}, --no-{last.flag[2:]} or {last.flag}=false."
+    if last is not None and last.value_type.takes_json:
+        return f"unexpected argument {shown}: {last.flag} takes one value. Write several as JSON: {last.flag} '[1, 2]'."
     return f"unexpected argument {shown}: {POSITIONAL}"
 
 

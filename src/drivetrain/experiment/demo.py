@@ -128,7 +128,7 @@ def _run(params: Settings) -> Path:
     from drivetrain.experiment.resume import Beginning, choose_beginning
 
     try:
-        beginning = choose_beginning(digits.name, digits.resolve({**params, "resume": "auto"}), digits.parameters)
+        beginning = choose_beginning(digits, digits.resolve({**params, "resume": "auto"}))
     except ResumeError:  # it is running at this moment
         beginning = Beginning()
     if beginning.record is not None and not beginning.is_finished:

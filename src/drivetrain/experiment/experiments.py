@@ -5,6 +5,8 @@ Parameters of an experiment come in one order: plugins and standard ones, the gr
 """
 
 import functools
+import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -111,6 +113,17 @@ class Experiment(_WithParameters):
             parameter.is_standard = True
             self.add_parameter(parameter)
 
+    @property
+    def function_name(self) -> str:
+        """The name of the main function in its module."""
+        return inspect.unwrap(self.main_function).__qualname__
+
+    @property
+    def source(self) -> Path | None:
+        """The file that defines the main function; None at a prompt."""
+        found = inspect.getsourcefile(inspect.unwrap(self.main_function))
+        return None if found is None else Path(os.path.abspath(found))
+
     def add_signature(self) -> None:
         """Declare the parameters of the function's signature; a name declared already only gets its default."""
         for parameter in self.signature.parameters:
@@ -152,7 +165,7 @@ class Experiment(_WithParameters):
             print_error(error, usage_line(program))
             raise SystemExit(BAD_INPUT) from None
         if found is not None:
-            line = None if argv is None else [program_name(), *map(str, argv)]
+            line = None if argv is None else [program, *map(str, argv)]
             return self._start(found[0], force=found[1], argv=line)
         if exit_on_error:
             raise SystemExit(0)

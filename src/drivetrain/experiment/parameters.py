@@ -1,15 +1,18 @@
 """Parameters, groups of them, the list of one experiment, in which no two may answer to one flag, and those that every one has."""
 
 import copy
+import enum
 import inspect
+import os
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ParameterError
 from drivetrain.core.secret import MASK, Secret, hide, is_secret_value, looks_secret, texts_of
+from drivetrain.experiment.run_folder import plain
 from drivetrain.experiment.values import BadValue, choice_of, declared_type, is_secret_type, wraps_secret
 
 SECRET_VARIABLE = "DRIVETRAIN_SECRET_"
@@ -112,23 +115,33 @@ class Parameter:
 
     def read(self, value: object, *, is_text: bool, where: str) -> Any:
         """Return a given value in the parameter's type, or raise a `ParameterError` that names the place."""
+        if isinstance(value, str) and value == self._default_text:
+            return self.make_default()
         if not self.multiple:
-            return self._read_one(value, is_text, where)
-        items = list(value) if isinstance(value, list | tuple | set | range) else [value]
-        return self.container([self._read_one(item, is_text, where) for item in items])
+            return self._read_one(value, where, self.value_type.read, is_text)
+        items = list(value) if isinstance(value, Sequence | Set) and not isinstance(value, str | bytes) else [value]
+        read = [self._read_one(item, where, self.value_type.read, is_text) for item in items]
+        return self._read_one(read, where, self.container)
 
     def shown(self, text: str) -> str:
         """Return text that was given for this parameter as messages show it: a secret is masked."""
         return MASK if self.is_secret else text
 
-    def _read_one(self, value: object, is_text: bool, where: str) -> object:
+    def _read_one(self, value: object, where: str, read: Callable[..., Any], *how: bool) -> Any:
         try:
-            return self.value_type.read(value, is_text)
+            return read(value, *how)
         except BadValue as problem:
             shown = self.shown(repr(value))
             shown = shown if len(shown) <= 80 else shown[:77] + "..."
             reason = hide(str(problem), texts_of(value, is_secret=self.is_secret))
             raise ParameterError(f"{where}: {self.name} cannot be {shown}: {reason}.") from None
+
+    @property
+    def _default_text(self) -> str | None:
+        """How a file holds a default that has no plain form, such as a function or a dtype; read back, it is the default."""
+        is_readable = isinstance(self.default, str | bytes | os.PathLike | enum.Enum)
+        text = None if is_readable or self.calls_default else plain(self.default)
+        return text if isinstance(text, str) else None
 
     def make_default(self) -> Any:
         """Return the default for one run; a function is called."""
@@ -147,7 +160,7 @@ class Parameter:
             return MASK
         if self.calls_default:
             return "computed"
-        return str(getattr(self.default, "name", self.default))
+        return str(self.default.name if isinstance(self.default, enum.Enum) else self.default)
 
     def differences(self, other: "Parameter") -> dict[str, str]:
         """Return how two declarations differ, by attribute; two functions with the same code are the same."""

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import ExperimentError
 from drivetrain.core.types import Settings
-from drivetrain.experiment.resolve import Resolved
-from drivetrain.experiment.resume import NEVER
+from drivetrain.experiment.resolve import NEVER, Resolved
 from drivetrain.experiment.run_folder import check_is_new, run_path
 from drivetrain.runtime.environment import in_launched_process
 

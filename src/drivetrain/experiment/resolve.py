@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from drivetrain.core.yaml import YamlFile
 
 PARAMS_FILE = "params_file"
+NEVER, AUTO = "never", "auto"
+"""What `resume` may be other than a run."""
 INCLUDE = "include"
 """The key of a parameter file that names others; an experiment with a parameter of this name cannot include."""
 SUFFIXES = (".yaml", ".yml", ".json")
@@ -118,16 +120,22 @@ def resolve(
     given = {name: _first_given(name, parameters[name], sources) for name in parameters}
     values = _Values(parameters, given)
     resolved.origins |= {name: entry.origin if entry else "default" for name, entry in given.items()}
-    for name, parameter in parameters.items():
-        resolved.values[name] = values.read(name)
-        if parameter.required and resolved.values[name] is None:
-            raise ParameterError(
-                f"the parameter {name!r} is required. Give {parameter.flag} on the command line, or {name}=..."
-            )
+    resolved.values |= {name: values.read(name) for name in parameters}
+    if resolved.values.get("resume") in (None, NEVER, AUTO):  # else the run that is continued has values of its own
+        check_required(parameters, resolved.values)
     for name, parameter in parameters.items():
         if parameter.behaviour is not None and resolved.is_declared(name) and hasattr(parameter.behaviour, "on_value"):
             parameter.behaviour.on_value(parameter, resolved.values[name], resolved.values)
     return resolved
+
+
+def check_required(parameters: ParameterSet, values: Mapping[str, object]) -> None:
+    """Raise for a required parameter without a value."""
+    for name, parameter in parameters.items():
+        if parameter.required and values[name] is None:
+            raise ParameterError(
+                f"the parameter {name!r} is required. Give {parameter.flag} on the command line, or {name}=..."
+            )
 
 
 def _first_given(name: str, parameter: Parameter, sources: Sequence[Mapping[str, Given]]) -> Given | None:

@@ -7,21 +7,24 @@ not count. A run that is continued stays in its own folder and keeps its seed.
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import ParameterError, ResumeError
 from drivetrain.core.locking import is_locked
 from drivetrain.experiment.parameters import BOOKKEEPING, ParameterSet
 from drivetrain.experiment.records import RunRecord, find_by_id, find_runs, is_run, read_run
-from drivetrain.experiment.resolve import Resolved, holds_mask, masked_value
-from drivetrain.experiment.run_folder import plain
+from drivetrain.experiment.resolve import AUTO, NEVER, Resolved, check_required, holds_mask, masked_value
+from drivetrain.experiment.run_folder import PARAMETERS, plain
+
+if TYPE_CHECKING:
+    from drivetrain.experiment.experiments import Experiment
 
 logger = logging.getLogger("drivetrain")
 
-NEVER, AUTO = "never", "auto"
 SEED = "random_seed"
 
 
@@ -51,9 +54,10 @@ def identity(resolved: Resolved, parameters: ParameterSet) -> str:
 
 
 def choose_beginning(
-    experiment: str, resolved: Resolved, parameters: ParameterSet, *, force: bool = False, restarted: bool = False
+    experiment: "Experiment", resolved: Resolved, *, force: bool = False, restarted: bool = False
 ) -> Beginning:
     """Decide how a run begins; `resolved` takes over what the continued run knows better."""
+    parameters = experiment.parameters
     wanted = str(resolved.values["resume"])
     if restarted and wanted == NEVER:
         wanted = AUTO
@@ -61,19 +65,34 @@ def choose_beginning(
         return Beginning()
     if wanted != AUTO:
         return _continue_path(Path(wanted), resolved, parameters, force)
-    place = Path(resolved.values["output_dir"]).resolve() / experiment
+    place = Path(resolved.values["output_dir"]).resolve() / experiment.name
     own_hash = identity(resolved, parameters)
-    same = [record for record in find_runs(place, depth=1) if record.manifest.get("identity") == own_hash]
+    same = [
+        record
+        for record in find_runs(place, depth=1)
+        if record.manifest.get("identity") == own_hash and _is_program_of(record, experiment)
+    ]
     if resolved.values["run_name"] is not None:
         same = [record for record in same if record.folder.name == resolved.values["run_name"]]
     unfinished = [record for record in same if not record.has_ended]
     if not same:
-        note = f"resume: no earlier run of {experiment!r} with these parameters in {place}; starting a new one."
+        note = f"resume: no earlier run of {experiment.name!r} with these parameters in {place}; starting a new one."
         return Beginning(notes=[note])
     return continue_run((unfinished or same)[-1], resolved, parameters, force=force)
 
 
+def _is_program_of(record: RunRecord, experiment: "Experiment") -> bool:
+    """Return whether a run is one of this function; two groups or files may have experiments of one name, with one folder."""
+    function, source = record.manifest.get("function"), experiment.source
+    if function is not None and function != experiment.function_name:
+        return False
+    # A cell of a notebook has no file, and the name it has instead changes with its text.
+    named = record.manifest.get("source")
+    return source is None or named is None or not source.is_file() or Path(named).name == source.name
+
+
 def _continue_path(path: Path, resolved: Resolved, parameters: ParameterSet, force: bool) -> Beginning:
+    path = Path(os.path.abspath(path)) if path.exists() else path  # the program may change its folder
     if not path.exists():
         named = [folder for folder in find_by_id(Path(resolved.values["output_dir"]), str(path)) if is_run(folder)]
         path = named[0] if len(named) == 1 else path
@@ -98,6 +117,11 @@ def continue_run(record: RunRecord, resolved: Resolved, parameters: ParameterSet
             f"the run {record.folder} is still running in another process, which holds its lock. Wait until it ends, or "
             "start another run with --resume never."
         )
+    if not record.parameters:
+        raise ResumeError(
+            f"{record.folder / PARAMETERS} is damaged, so the values of this run are not known. Restore the file, or start a new run "
+            "from a checkpoint with --checkpoint."
+        )
     changed, differing = list[str](), list[str]()
     for name, parameter in parameters.items():
         if name in BOOKKEEPING or name not in record.parameters:
@@ -117,6 +141,7 @@ def continue_run(record: RunRecord, resolved: Resolved, parameters: ParameterSet
                 resolved.values[name] = parameter.read(stored, is_text=False, where="parameters.yaml")
             except ParameterError as error:
                 raise ResumeError(f"the run's own parameters cannot be read: {error}") from error
+    check_required(parameters, resolved.values)
     if differing and not force:
         raise ResumeError(
             f"the run {record.folder} was started with other parameters, so it cannot be resumed:\n  "

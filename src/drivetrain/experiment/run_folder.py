@@ -16,6 +16,7 @@ import string
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import date, timedelta
@@ -43,6 +44,7 @@ SOURCE_LIMIT = 64 * 2**20
 MAX_DIFF = 500_000
 """Characters of a git diff that are kept; generated files can have millions."""
 PACKAGE_LINE = re.compile(r"^(Name|Version): *(.*?)\r?$", re.MULTILINE)
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 HEARTBEAT_SECONDS = 10.0
 
 
@@ -118,19 +120,29 @@ def plain(value: object) -> Any:
         return None
     if isinstance(value, enum.Enum):
         return value.name
+    if isinstance(value, bytes):
+        return value.decode(errors="backslashreplace")
+    if callable(getattr(type(value), "model_dump", None)):  # a model of pydantic
+        value = value.model_dump(mode="json")  # type: ignore[attr-defined]
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
+        return {str(plain(key)): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | deque):
         return [plain(item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted((plain(item) for item in value), key=str)
     if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
         return {name: plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    for kind in (bool, int, float, str):
+    for kind in (bool, int, float):
         if isinstance(value, kind):  # a subclass too, such as a numpy float
             return kind(value)
-    number = _number(value)
-    return str(value) if number is None else number
+    number = None if isinstance(value, str) else _number(value)
+    return plain_text(value) if number is None else number
+
+
+def plain_text(value: object) -> str:
+    """Return a value as text that files hold: in UTF-8, and without the address that Python shows of an object."""
+    text = str(value) if isinstance(value, str) else ADDRESS.sub("", str(value))
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
@@ -158,18 +170,18 @@ def _number(value: object) -> int | float | None:
     return number if isinstance(number, int | float) else None
 
 
-def describe_run(source: str | None, hidden: Iterable[str], **fields: object) -> dict[str, object]:
+def describe_run(source: Path | None, hidden: Iterable[str], **fields: object) -> dict[str, object]:
     """Return the manifest of a run that begins now: the fields given, and what is known of its code and machine.
 
     `hidden` are secret texts, which uncommitted changes of the code may hold too.
     """
     import platform
 
-    git = _git(str(Path(source).parent) if source else os.getcwd())
+    git = _git(str(source.parent) if source else os.getcwd())
     return {
         "schema": SCHEMA,
         **fields,
-        "source": source,
+        "source": source and str(source),
         "source_sha256": hash_source(source),
         "started": time.time(),
         "plan": None,

@@ -5,7 +5,6 @@ folder, seed and parameters, and the others receive what it decided, or why it c
 again, in the same folder.
 """
 
-import inspect
 import logging
 import os
 import signal
@@ -27,7 +26,7 @@ from drivetrain.experiment.parameters import BOOKKEEPING, wants_cpu
 from drivetrain.experiment.plugins import app
 from drivetrain.experiment.processes import ExperimentReference
 from drivetrain.experiment.records import is_run, read_run
-from drivetrain.experiment.resolve import Resolved, given_in_python
+from drivetrain.experiment.resolve import AUTO, NEVER, Resolved, given_in_python
 from drivetrain.experiment.summaries import summary_of
 from drivetrain.experiment.sweeps.trial import TrialPruned
 from drivetrain.runtime.environment import launched_world
@@ -187,7 +186,7 @@ def _agree_on_start(
         try:
             if folder is None:
                 start.beginning = resume.choose_beginning(
-                    experiment.name, resolved, experiment.parameters, force=force, restarted=_num_restarts() > 0
+                    experiment, resolved, force=force, restarted=_num_restarts() > 0
                 )
             elif is_run(folder):
                 start.beginning = resume.continue_run(read_run(folder), resolved, experiment.parameters, force=force)
@@ -236,7 +235,7 @@ def _run_in(
     run = _new_run(experiment, start.folder, start.resolved)
     if record is not None:
         run.restore = resume.restorer_for(start.folder, start.beginning.checkpoint)
-        values["resume"] = resume.AUTO if values["resume"] == resume.NEVER else values["resume"]
+        values["resume"] = AUTO if values["resume"] == NEVER else values["resume"]
     elif values["checkpoint"] is not None:
         run.restore = resume.loader_of(values["checkpoint"])
     with lock or nullcontext(), _current(run):
@@ -293,12 +292,11 @@ def _write_record(experiment: "Experiment", start: AgreedStart, argv: list[str] 
         notes.append(
             f"started by a launcher ({world.launcher}): nproc_per_node, nnodes, node_rank, master_* had no effect."
         )
-    source = inspect.getsourcefile(inspect.unwrap(experiment.main_function))
     manifest = run_folder.describe_run(
-        None if source is None else os.path.abspath(source),
+        experiment.source,
         resolved.hidden(),
         experiment=experiment.name,
-        function=inspect.unwrap(experiment.main_function).__qualname__,
+        function=experiment.function_name,
         identity=resume.identity(resolved, experiment.parameters),
         seed=resolved.values["random_seed"],
         argv=argv,

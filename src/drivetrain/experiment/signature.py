@@ -12,7 +12,7 @@ import itertools
 import re
 import textwrap
 import typing
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from drivetrain.experiment.resolve import NOT_DECLARED
 from drivetrain.experiment.values import SIMPLE, annotated_type, without_none
 
 MAPPINGS = (dict, Mapping, MutableMapping)
-LISTS: dict[Any, Callable[[list[object]], Any]] = {Sequence: list} | {
-    kind: kind for kind in (list, set, frozenset, tuple)
+LISTS: dict[Any, Callable[[list[object]], Any]] = {
+    **dict.fromkeys((Sequence, Collection, Iterable), list),
+    **{kind: kind for kind in (list, set, frozenset, tuple)},
 }
 MISSING = inspect.Parameter.empty
 
@@ -110,10 +111,11 @@ class CallSignature:
 
     def _declare(self, name: str, annotation: object, default: object, help: str | None) -> None:
         """Declare one argument or field."""
-        extra = Param()
+        extra, constraints = Param(), list[object]()
         if typing.get_origin(annotation) is typing.Annotated:
             annotation, *extras = typing.get_args(annotation)
             extra = next((entry for entry in extras if isinstance(entry, Param)), extra)
+            constraints = [entry for entry in extras if not isinstance(entry, Param | str)]
         kind = type(default) if annotation is MISSING else without_none(annotation)
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
             self.nested[name] = (kind, default)
@@ -125,6 +127,12 @@ class CallSignature:
                 f"unknown. Write {name}: float, or {name}=0.1."
             )
         parameter = _parameter(name, annotation, default, extra, help)
+        if constraints:  # pydantic checks them, of a list as a whole
+            checked, container = annotated_type(typing.Annotated[(annotation, *constraints)]), parameter.container
+            if parameter.multiple:
+                parameter.container = lambda items: checked.convert(container(items))
+            else:
+                parameter.value_type = checked
         parameter.from_signature = True
         self.parameters.append(parameter)
 

@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,6 +29,7 @@ MAX_DIGITS = 40
 """Longest whole number that is written with an exponent; more would only fill memory."""
 WHOLE_NUMBER = "expected a whole number, such as 3"
 CONTAINERS = (list, tuple, set, frozenset, dict, Sequence, Iterable, Mapping)
+UNIONS = (typing.Union, types.UnionType)
 
 
 class BadValue(ValueError):
@@ -43,14 +44,26 @@ class ValueType:
     """Returns a value in this type, or raises `BadValue`."""
     word: str
     takes_json: bool = False
+    is_union: bool = False
 
     def read(self, value: object, is_text: bool) -> Any:
-        """Return a value in this type; text of a type that is written as JSON is parsed first."""
-        if self.takes_json and is_text and isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        """Return a value in this type; text of a type that is written as JSON is parsed first.
+
+        Of a union only what has no other meaning is text: `3` is a number for `int | str`, and `"3"` is text.
+        """
+        if self.takes_json and is_text and isinstance(value, str):
+            is_container = value.lstrip()[:1] in ("[", "{")
             try:
-                value = load_json(value)
+                parsed = load_json(value)
             except ValueError as error:
-                raise BadValue(f"expected JSON for {self.word}: {error}") from None
+                if is_container:
+                    raise BadValue(f"expected JSON for {self.word}: {error}") from None
+            else:
+                if is_container:
+                    return self.convert(parsed)
+                with suppress(BadValue):
+                    if self.is_union and parsed is not None:
+                        return self.convert(parsed)
         return self.convert(value)
 
 
@@ -128,12 +141,17 @@ SIMPLE: dict[Any, ValueType] = {
 def choice_of(values: Sequence[object]) -> ValueType:
     """Return the type whose values are those listed; text matches in any case, an Enum's member also by its value."""
     words = [_word_of(value) for value in values]
+    contents = [value.value if isinstance(value, enum.Enum) else value for value in values]
 
     def convert(value: object) -> Any:
-        for candidate in values:
-            spellings = (candidate, candidate.value) if isinstance(candidate, enum.Enum) else (candidate,)
-            if any(type(own) is type(value) and own == value for own in spellings):
-                return candidate
+        for spellings in (
+            values,
+            words,
+            contents,
+        ):  # the name of a member before the value of another: files hold names
+            for candidate, own in zip(values, spellings, strict=True):
+                if type(own) is type(value) and own == value:
+                    return candidate
         folded = _word_of(value).lower()
         for candidate, word in zip(values, words, strict=True):
             if word.lower() == folded:
@@ -183,14 +201,18 @@ def annotated_type(annotation: object) -> ValueType:
         inner = annotated_type(next(iter(typing.get_args(annotation)), str))
         read = lambda value: Secret(inner.convert(value.reveal() if isinstance(value, Secret) else value))
         return ValueType(read, "SECRET", inner.takes_json)
-    if annotation in SIMPLE:
+    origin = typing.get_origin(annotation)
+    if origin is None and annotation in SIMPLE:
         return SIMPLE[annotation]
-    if typing.get_origin(annotation) is Literal:
+    if origin is Literal:
         return choice_of(typing.get_args(annotation))
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
         return choice_of(list(annotation))
     value = without_none(annotation)
-    return annotated_type(value) if value is not annotation else adapted_type(annotation)
+    if value is annotation:
+        return adapted_type(annotation)
+    inner = annotated_type(value)
+    return replace(inner, convert=lambda given: None if given is None else inner.convert(given))
 
 
 def without_none(annotation: object) -> Any:
@@ -199,7 +221,7 @@ def without_none(annotation: object) -> Any:
     >>> without_none(int | None)
     <class 'int'>
     """
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+    if typing.get_origin(annotation) in UNIONS:
         rest = [member for member in typing.get_args(annotation) if member is not type(None)]
         if len(rest) == 1:
             return rest[0]
@@ -208,10 +230,13 @@ def without_none(annotation: object) -> Any:
 
 def adapted_type(annotation: object) -> ValueType:
     """Return the type of any other annotation, checked by pydantic; on a command line it is written as JSON."""
-    name = getattr(annotation, "__name__", None) or str(annotation)
+    shown: Any = typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
+    origin = typing.get_origin(shown)
+    name = shown.__name__ if isinstance(shown, type) and origin is None else str(shown).replace("typing.", "")
+    adapter = functools.cache(lambda: _adapter(annotation))
 
     def convert(value: object) -> Any:
-        validate, error_type = _adapter(annotation)
+        validate, error_type = adapter()
         try:
             return validate(value)
         except error_type as error:
@@ -219,13 +244,13 @@ def adapted_type(annotation: object) -> ValueType:
                 ": ".join(filter(None, (".".join(map(str, entry["loc"])), entry["msg"].removeprefix("Value error, "))))
                 for entry in error.errors()  # type: ignore[attr-defined]
             ]
-            raise BadValue(f"expected {name}: {'; '.join(reasons)}") from None
+            form = ", written as JSON" if isinstance(value, str) and origin in CONTAINERS else ""
+            raise BadValue(f"expected {name}{form}: {'; '.join(reasons)}") from None
 
-    is_plain_name = name.replace(".", "").isidentifier()
-    return ValueType(convert, name.rpartition(".")[2].upper() if is_plain_name else "VALUE", takes_json=True)
+    word = annotated_type(shown).word if shown is not annotation else getattr(shown, "__name__", "value").upper()
+    return ValueType(convert, word, takes_json=True, is_union=origin in UNIONS)
 
 
-@functools.cache
 def _adapter(annotation: object) -> tuple[Callable[[Any], Any], type[Exception]]:
     try:
         from pydantic import BeforeValidator, ConfigDict, PydanticUserError, TypeAdapter, ValidationError
@@ -233,15 +258,28 @@ def _adapter(annotation: object) -> tuple[Callable[[Any], Any], type[Exception]]
         raise MissingExtra("pydantic", None, f"a parameter of type {annotation}") from error
 
     def with_rules(inner: object) -> Any:
-        """Apply the rules for scalars inside containers, too."""
-        if inner in SIMPLE and SIMPLE[inner] is not ANYTHING:
-            return Annotated[inner, BeforeValidator(SIMPLE[inner].convert)]
-        origin = typing.get_origin(inner)
-        return origin[tuple(map(with_rules, typing.get_args(inner)))] if origin in CONTAINERS else inner
+        """Apply the rules for scalars and choices inside containers, too."""
+        origin, items = typing.get_origin(inner), typing.get_args(inner)
+        if origin is Annotated:
+            return Annotated[(with_rules(items[0]), *items[1:])]
+        if origin in CONTAINERS:
+            return origin[tuple(map(with_rules, items))]
+        value = without_none(inner)
+        if value is not inner:
+            return with_rules(value) | None
+        is_choice = origin is Literal or (isinstance(inner, type) and issubclass(inner, enum.Enum))
+        if is_choice or (origin is None and SIMPLE.get(inner, ANYTHING) is not ANYTHING):
+            return Annotated[inner, BeforeValidator(annotated_type(inner).convert)]
+        return inner
 
     ruled = with_rules(annotation)
     try:
-        adapter = TypeAdapter(ruled, config=ConfigDict(arbitrary_types_allowed=True))
-    except PydanticUserError:  # a type that brings its own configuration (a model, a typed dict) takes no second one
-        adapter = TypeAdapter(ruled)
+        try:
+            adapter = TypeAdapter(ruled, config=ConfigDict(arbitrary_types_allowed=True))
+        except (
+            PydanticUserError
+        ):  # a type that brings its own configuration (a model, a typed dict) takes no second one
+            adapter = TypeAdapter(ruled)
+    except PydanticUserError as error:
+        raise BadValue(f"expected a type that pydantic can read: {error.message}") from None
     return adapter.validate_python, ValidationError

@@ -104,3 +104,30 @@ def stoppable(x: float = 1.0, api_key: str = "", marker: str = ""):
         raise KeyboardInterrupt
     return {"accuracy": x}
 '''
+
+TWINS = """
+from drivetrain.experiment import group, parameter
+
+
+@group
+def one():
+    pass
+
+
+@group
+def other():
+    pass
+
+
+@parameter("data", required=True)
+@one.experiment(name="train")
+def train_first(params):
+    print("the first one has", params["data"])
+
+
+@parameter("data", required=True)
+@other.experiment(name="train")
+def train_second(params):
+    print("the second one has", params["data"])
+    raise RuntimeError("stopped")
+"""

@@ -170,3 +170,9 @@ def test_an_experiment_that_is_too_short_is_said_so(command, program):
 def test_doctor_refuses_bad_input(command, words, message):
     status, _, err = command("doctor", *words)
     assert status == 2 and message in err
+
+
+def test_a_program_without_resume_check_is_answered_with_the_option(command, program):
+    path = program("QUICK")
+    status, _, err = command("doctor", path)
+    assert status == 2 and f"--resume-check 20 {path}" in err

@@ -211,3 +211,19 @@ def test_a_sweep_with_a_secret_needs_it_again(command, program, tmp_path):
     assert command("resume", folder, "--set", "x=5")[0] == 2
     assert command("resume", folder, "--set", "api_key=hunter2hunter2")[0] == 0
     assert "hunter2" not in (folder / "sweep.jsonl").read_text()
+
+
+def test_a_result_of_zero_is_printed(command, program, tmp_path):
+    _, out, _ = command("run", program("QUICK"), "--output-dir", tmp_path / "o", "--x", "0.25")
+    assert [line.split() for line in out.splitlines() if line.split()[:1] == ["result"]] == [["result", "0"]]
+
+
+def test_of_two_experiments_of_one_name_that_of_the_run_is_resumed(command, program, tmp_path):
+    path = program("TWINS")
+    status, _, err = command(
+        "run", f"{path}:other", "train", "--output-dir", tmp_path / "o", "--run-name", "a", "--data", "x"
+    )
+    record = only_run(tmp_path / "o")
+    assert status == 1 and record.manifest["argv"][:4] == ["drivetrain", "run", f"{path}:other", "train"], err
+    status, out, _ = command("resume", record.folder)
+    assert status == 1 and "the second one has x" in out and "the first one" not in out

@@ -18,7 +18,7 @@ from drivetrain.experiment.cli.output import print_lines, prints_to_stderr
 from drivetrain.experiment.cli.run import start
 from drivetrain.experiment.cli.runs import find_run, find_sweep, locate
 from drivetrain.experiment.cli.targets import find_in_file
-from drivetrain.experiment.command_line import JSON, argument
+from drivetrain.experiment.command_line import JSON, argument, split_values
 from drivetrain.experiment.records import RunRecord, find_runs, is_run
 from drivetrain.experiment.run_folder import hash_source
 
@@ -101,7 +101,7 @@ def _trusted_experiment(record: RunRecord, arguments: argparse.Namespace) -> "Ex
             "copy of the program with --resume."
         )
     try:
-        return find_in_file(source, record.experiment)
+        return find_in_file(source, record.experiment, record.manifest.get("function"))
     except ExperimentError as error:
         raise ResumeError(
             f"the experiment {record.experiment!r} of {record.folder} has moved: {error} Start the program from its new "
@@ -124,7 +124,7 @@ def _resolved(experiment: "Experiment", record: RunRecord, arguments: argparse.N
             problem = "expected NAME=VALUE" if not separator else unknown_parameter(name, experiment.parameters)
             raise ParameterError(f"--set {change}: {problem}")
         multiple = experiment.parameters[name].multiple
-        given[name] = Given(text.split(",") if multiple else text, "cli", is_text=True)
+        given[name] = Given(split_values(text) if multiple else text, "cli", is_text=True)
     given["resume"] = Given(str(locate(arguments.run)), "cli", is_text=True)
     return resolve(experiment.parameters, given, experiment.defaults)
 

@@ -64,19 +64,25 @@ ARGUMENTS = {
 
 def run(arguments: argparse.Namespace) -> int:
     """Run an experiment in this process, or on several if its options request it."""
-    experiment, words = find_experiment(arguments.target, arguments.options)
-    return start_words(experiment, words, program=f"drivetrain run {arguments.target}", as_json=arguments.json)
+    experiment, words, program = _find("run", arguments)
+    return start_words(experiment, words, program=program, as_json=arguments.json)
 
 
 def launch(arguments: argparse.Namespace) -> int:
     """Run an experiment on several processes."""
-    experiment, words = find_experiment(arguments.target, arguments.options)
+    experiment, words, program = _find("launch", arguments)
     wanted = {name: getattr(arguments, name) for name in LAUNCH_OPTIONS}
     wanted["nproc_per_node"] = wanted["nproc_per_node"] or "auto"
     # As options of the experiment, before its own, so that values are checked and recorded by the one rule there is.
     options = [f"--{name.replace('_', '-')}={value}" for name, value in wanted.items() if value is not None]
-    program = f"drivetrain launch {arguments.target}"
     return start_words(experiment, ["--distributed", *options, *words], program=program, as_json=arguments.json)
+
+
+def _find(verb: str, arguments: argparse.Namespace) -> tuple[Any, list[str], str]:
+    """Return the experiment, its options, and the command that names it."""
+    experiment, words = find_experiment(arguments.target, arguments.options)
+    names = arguments.options[: len(arguments.options) - len(words)]  # in a group
+    return experiment, words, " ".join(("drivetrain", verb, arguments.target, *names))
 
 
 def demo(arguments: argparse.Namespace) -> int:
@@ -113,7 +119,7 @@ def start(
 
     # Looking ahead must not change what the run is given.
     ahead = replace(resolved, values=dict(resolved.values), origins=dict(resolved.origins))
-    record = choose_beginning(experiment.name, ahead, experiment.parameters, force=force).record
+    record = choose_beginning(experiment, ahead, force=force).record
     if record is None:
         folder = run_path(resolved.values["output_dir"], experiment.name, resolved.values["run_name"])
         check_is_new(folder)
@@ -198,7 +204,8 @@ def _print_ending(folder: Path, as_json: bool) -> None:
         return
     titles = {name: name.replace("_", " ") for name in data} | {"seconds": "duration"}
     data["seconds"] = duration(data["seconds"])
-    rows = [(titles[name], value) for name, value in data.items() if value not in (None, 0)]
+    data["restarts"] = data["restarts"] or None
+    rows = [(titles[name], value) for name, value in data.items() if value is not None]
     print_table(["", ""], rows, styles=STATE_STYLES)
     hint = "report" if record.has_ended else "resume"
     print_lines(f"next: {own_command()} {hint} {shlex.quote(str(folder))}")

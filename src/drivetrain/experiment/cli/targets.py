@@ -38,11 +38,14 @@ def find_target(target: str) -> Any:
     return _attribute(module, name, target) if name else _only_experiment(module, target)
 
 
-def find_in_file(path: Path, name: str) -> "Experiment":
-    """Return the experiment of this name that a file defines."""
+def find_in_file(path: Path, name: str, function: str | None) -> "Experiment":
+    """Return the experiment of this name that a file defines; of several, such as those of two groups, that of the function."""
     from drivetrain.experiment.experiments import Experiment
 
-    found = _attribute(_load_file(path), name, f"{path}:{name}")
+    module = _load_file(path)
+    named = [one for one in _experiments(module).values() if isinstance(one, Experiment) and one.name == name]
+    named.sort(key=lambda one: one.function_name != function)
+    found = named[0] if named else _attribute(module, name, f"{path}:{name}")
     if not isinstance(found, Experiment):
         raise ExperimentError(f"{path}: {name!r} is a {type(found).__name__}, not an experiment.")
     return found
