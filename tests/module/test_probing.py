@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.module.probing import buffers_kept, keeps_shape
+from drivetrain.module.probing import buffers_kept, call_on_fake_tensors, keeps_shape
 
 
 class ConvBlock(nn.Module):
@@ -68,3 +68,24 @@ def test_buffers_that_did_not_change_are_not_written_to():
     with buffers_kept(model):
         model(torch.randn(8, 4))
     assert [buffer._version for buffer in model.buffers()] == versions
+
+
+class Shared(nn.Module):
+    """One layer under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second = self.first
+
+    def forward(self, x):
+        return self.out(self.second(torch.relu(self.first(x))))
+
+
+def test_a_module_with_two_names_keeps_its_weights():
+    block = Shared()
+    before = {name: parameter.detach().clone() for name, parameter in block.named_parameters()}
+    assert keeps_shape(block)
+    assert call_on_fake_tensors(block, (torch.randn(2, 4),)).shape == (2, 4)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in block.named_parameters())
+    assert block.second is block.first

@@ -1,6 +1,6 @@
 """Run a module as a test: without lasting changes, or on fake tensors, which need neither memory nor arithmetic."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -65,9 +65,27 @@ def call_on_fake_tensors(
             }
             state |= {name: fake(buffer) for name, buffer in model.named_buffers()}
             args, kwargs = tree_map_only(Tensor, fake, (args, kwargs))
-            return torch.func.functional_call(model, state, args, kwargs, tie_weights=True)
+            return call_with_state(model, state, args, kwargs)
     finally:
         torch.set_rng_state(random_state)
+
+
+def call_with_state(
+    model: nn.Module, state: Mapping[str, Tensor], args: tuple[object, ...], kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Return what a model returns with other parameters and buffers, by their first names. The model keeps its own.
+
+    A module may have several names, as blocks that share all weights have. torch would replace its tensors once for each name, and at the
+    end restore what the first replacement left.
+    """
+    own = {id(tensor): name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
+    places = {
+        f"{path}.{key}".lstrip("."): state[name]
+        for path, module in model.named_modules()
+        for key, tensor in (*module._parameters.items(), *module._buffers.items())
+        if (name := own.get(id(tensor))) in state
+    }
+    return torch.func.functional_call(model, places, args, kwargs, tie_weights=False)
 
 
 def on_fake_tensors(model: nn.Module) -> AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import BaseTorchFunctionMode
 
 from drivetrain.module.blocks import BlockGroup
-from drivetrain.module.probing import LENGTH, ROWS, floats_in, in_evaluation
+from drivetrain.module.probing import LENGTH, ROWS, call_with_state, floats_in, in_evaluation
 from drivetrain.module.tensor_parallel import features, is_splittable
 
 _TOLERANCE = 1e-4
@@ -32,7 +32,7 @@ class BlockTrial:
     def call(self, state: Mapping[str, Tensor], args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[Tensor]:
         """Return the floating-point tensors that the block returns."""
         with BaseTorchFunctionMode():  # torch's encoder layers take no fused path while a mode is active
-            return floats_in(torch.func.functional_call(self.block, dict(state), args, dict(kwargs), tie_weights=True))
+            return floats_in(call_with_state(self.block, state, args, dict(kwargs)))
 
     def parameters(self) -> dict[int, str]:
         """Return the names of the made-up parameters by identity."""
