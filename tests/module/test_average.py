@@ -195,6 +195,40 @@ def test_a_replaced_parameter_is_noticed():
     assert torch.equal(dict(average.named_tensors())["0.weight"], torch.ones(4, 3))
 
 
+@pytest.mark.parametrize("width", [4, 6])
+def test_replaced_and_added_layers_are_noticed(width):
+    model = small_model()
+    average = AveragedWeights(model)
+    average.update_lerp(model, 0.5)
+    model[2] = nn.Linear(4, width)
+    model.append(nn.Linear(width, 1))
+    average.update_lerp(model, 1.0)
+    assert equal(shadow_of(average), snapshot(model))
+    del model[3]
+    disturb(model, 0)
+    average.swap(model)
+    average.swap(model)
+    assert "3.weight" not in shadow_of(average)
+
+
+def test_masks_are_copied_and_complex_weights_averaged():
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+    model.register_buffer("pattern", torch.eye(2).to_sparse())
+    model.register_buffer("packed", torch.ones(2).to(torch.float8_e4m3fn))
+    model.turn = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    average = AveragedWeights(model)
+    with torch.no_grad():
+        model.turn.add_(1 + 2j)
+    average.update_lerp(model, 0.5)
+    average.update_mean(model)
+    assert torch.equal(shadow_of(average)["mask"], model.mask)
+    torch.testing.assert_close(shadow_of(average)["turn"], torch.full((2,), 0.75 + 1.5j))
+    average.swap(model)
+    average.swap(model)
+    assert torch.equal(model.mask, torch.full((2, 2), -torch.inf).triu(1))
+
+
 def test_state_survives_a_file_and_continues_exactly():
     model = small_model()
     average = AveragedWeights(model)

@@ -1,7 +1,8 @@
 """The averaged weights of a model: exponential averages (Polyak & Juditsky, 1992) and equal-weight means (SWA, Izmailov et al., 2018).
 
-The shadow holds trainable parameters and persistent buffers. Floating values are averaged, counters are copied. Averages of parameters in
-half precision are kept in float32, because a small step would be rounded away. Nothing here waits for the device.
+The shadow holds trainable parameters and persistent buffers. Floating values are averaged; counters are copied, and so are buffers with
+infinite entries, which masks have. Averages of parameters in half precision are kept in float32, because a small step would be rounded
+away. Only the first update waits for the device.
 
 Swapping exchanges contents, not storage: optimizers, captured CUDA graphs, flattened recurrent weights and sharded parameters rely on the
 addresses. It costs three copies of the weights, through a buffer of bounded size.
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from drivetrain.core.errors import StateError, nearest_name
 from drivetrain.core.types import StateDict
 from drivetrain.module.distributed_tensors import fit_tensor, is_dtensor, local_part
+from drivetrain.module.finite import nonfinite_names
 from drivetrain.module.wrapping import clean_key, is_fully_sharded, unwrap
 
 _SWAP_BYTES = 8 << 20  # the largest temporary copy made while swapping, unless one tensor is larger
@@ -42,9 +44,9 @@ class AveragedWeights:
         self._kept: dict[str, Tensor] = {}  # half-precision training weights while the model holds the average
         self._view: _View | None = None
         self._plan: _Plan | None = None
-        live = self._view_of(model).named()
-        self._known = frozenset(live)  # also what is frozen now and may be trained later
-        self._shadow = {name: _new_shadow(tensor) for name, tensor in live.items() if _is_averaged(tensor)}
+        self._known: frozenset[str] = frozenset()  # also what is frozen now and may be trained later
+        self._shadow: dict[str, Tensor] = {}
+        self._fit_to(self._view_of(model).named())
         if state is not None:
             self.load_state_dict(state)
 
@@ -148,14 +150,17 @@ class AveragedWeights:
 
     def _view_of(self, model: nn.Module) -> "_View":
         if self._view is None or not self._view.shows(unwrap(model)):
-            self._view = _View(model)
+            self._view, self._plan = _View(model), None
         return self._view
 
     def _fit_to(self, live: Mapping[str, Tensor]) -> None:
-        """Adopt what is trained since the last time, and shard the shadow if the model has been sharded since."""
+        """Adopt what is trained or was replaced since the last time, and shard the shadow if the model has been sharded since."""
+        self._known = frozenset(live)
+        for name in self._shadow.keys() - live.keys():
+            del self._shadow[name]
         for name, tensor in live.items():
             shadow = self._shadow.get(name)
-            if shadow is None:
+            if shadow is None or shadow.shape != tensor.shape:
                 if _is_averaged(tensor):
                     self._shadow[name] = _new_shadow(tensor)
             elif is_dtensor(tensor) is not is_dtensor(shadow):
@@ -169,6 +174,8 @@ class _View:
         root = unwrap(model)
         self.model = weakref.ref(root)
         self.sharded = [module for module in root.modules() if is_fully_sharded(module)]
+        self.branches = [module._modules for module in root.modules() if module._modules]
+        self.children = self._present_children()
         self.names: list[str] = []
         self.places: list[tuple[dict[str, Tensor | None], str]] = []
         seen: set[int] = set()
@@ -183,8 +190,12 @@ class _View:
                     self.places.append((home, key))
 
     def shows(self, root: nn.Module) -> bool:
-        """Return whether this is a view of that model, and of the model as it is: sharding may have come since."""
-        return self.model() is root and bool(self.sharded) == is_fully_sharded(root)
+        """Return whether this is a view of that model, and of the model as it is: it may have been sharded, or layers replaced."""
+        is_same = self.model() is root and bool(self.sharded) == is_fully_sharded(root)
+        return is_same and self._present_children() == self.children
+
+    def _present_children(self) -> list[nn.Module | None]:
+        return [child for branch in self.branches for child in branch.values()]
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are in place now."""
@@ -208,12 +219,14 @@ class _Plan:
         self.counters: list[tuple[Tensor, Tensor]] = []
         self.has_shards = False
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        buffers = ((name, tensor) for name, tensor in live.items() if not isinstance(tensor, nn.Parameter))
+        infinite = set(nonfinite_names(buffers))  # the host waits here; inf - inf would be NaN
         for name, tensor in live.items():
             if name not in shadow:
                 continue
             average, value = local_part(shadow[name]), local_part(tensor)
             self.has_shards |= value is not tensor
-            if not average.is_floating_point():
+            if name in infinite or not _has_mean(average):
                 self.counters.append((average, tensor))
             elif (average.device, average.dtype) != (value.device, value.dtype):
                 self.singles.append((average, tensor))
@@ -237,6 +250,12 @@ def _is_averaged(tensor: Tensor) -> bool:
     return tensor.requires_grad or not isinstance(tensor, nn.Parameter)
 
 
+def _has_mean(tensor: Tensor) -> bool:
+    """Return whether a tensor holds numbers that can be averaged; counters, sparse and 8-bit buffers cannot."""
+    is_number = tensor.is_complex() or (tensor.is_floating_point() and tensor.element_size() > 1)
+    return is_number and tensor.layout is torch.strided
+
+
 def _new_shadow(tensor: Tensor) -> Tensor:
     copy = tensor.detach().clone()
     return copy.float() if copy.dtype in _LOW_PRECISION else copy
@@ -247,10 +266,10 @@ def _chunks(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, T
     chunk: list[tuple[Tensor, Tensor]] = []
     size = 0
     for pair in pairs:
-        size += pair[0].nbytes
+        size += pair[0].numel() * pair[0].element_size()
         if chunk and size > _SWAP_BYTES:
             yield chunk
-            chunk, size = [], pair[0].nbytes
+            chunk, size = [], pair[0].numel() * pair[0].element_size()
         chunk.append(pair)
     if chunk:
         yield chunk
