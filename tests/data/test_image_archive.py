@@ -154,3 +154,39 @@ def test_the_cache_follows_the_content_and_not_the_date(tmp_path):
     os.utime(tmp_path / "a.tar", ns=(facts.st_atime_ns, facts.st_mtime_ns))
     images, _ = load_image_archive(tmp_path / "a.tar", tmp_path / "cache")["train"]
     assert images[0, :, 0, 0].tolist() == [3, 2, 1]
+
+
+def test_a_class_has_one_number_in_all_splits(tmp_path):
+    write_archive(
+        tmp_path / "a.tar", {"train/cat/1.png": (1, 1, 1), "train/dog/1.png": (2, 2, 2), "val/dog/1.png": (3, 3, 3)}
+    )
+    splits = load_image_archive(tmp_path / "a.tar", tmp_path)
+    assert splits["train"][1].tolist() == [0, 1] and splits["val"][1].tolist() == [1]
+
+
+@pytest.mark.parametrize("compression", ["", ":gz", ":bz2", ":xz"])
+def test_a_truncated_archive_is_an_error_wherever_it_is_cut(tmp_path, compression):
+    archive = tmp_path / "a.tar"
+    with tarfile.open(archive, "w" + compression) as tar:
+        for number in range(4):
+            add(tar, f"train/cat/{number}", picture_bytes("PNG"))
+    whole = archive.read_bytes()
+    # In a header, at its beginning, in a picture, and before the mark of the end; compressed ones anywhere.
+    cuts = (1024 + 100, 2048, 2048 + 520, 4096) if not compression else (len(whole) // 3, len(whole) // 2)
+    for cut in cuts:
+        archive.write_bytes(whole[:cut])
+        with pytest.raises(ValueError, match="truncated|cannot be read"):
+            load_image_archive(archive, tmp_path)
+    if not compression:  # a damaged header is not the end either
+        archive.write_bytes(whole[:2048] + b"x" * 512 + whole[2560:])
+        with pytest.raises(ValueError, match="damaged"):
+            load_image_archive(archive, tmp_path)
+
+
+def test_pictures_of_16_bits_are_rejected_instead_of_clipped(tmp_path):
+    data = io.BytesIO()
+    Image.new("I;16", (2, 2), 30000).save(data, format="PNG")
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        add(tar, "train/cat/1.png", data.getvalue())
+    with pytest.raises(ValueError, match="16 bits"):
+        load_image_archive(tmp_path / "a.tar", tmp_path)

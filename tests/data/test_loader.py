@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -394,6 +395,29 @@ def test_a_plain_loader_becomes_a_smart_one():
     assert list(batched) == [1, 2]
     assert SmartDataLoader.from_loader(DataLoader(DATA, batch_size=None)).batch_size is None
     assert SmartDataLoader.from_loader(DataLoader(DATA, sampler=SequentialSampler(DATA)))._order.shuffle is False
+
+
+def test_a_plain_loader_keeps_the_samplers_it_was_given():
+    ordered = DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 4, True))
+    assert plain(SmartDataLoader.from_loader(ordered)) == plain(ordered)
+    shuffled = DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, False))
+    assert plain(SmartDataLoader.from_loader(shuffled, random_seed=3)) == plain(make(DATA, batch_size=4, random_seed=3))
+    part = DataLoader(DATA, batch_size=2, sampler=SequentialSampler(range(3)))
+    assert plain(SmartDataLoader.from_loader(part)) == plain(part)
+    shuffled_part = SmartDataLoader.from_loader(DataLoader(DATA, sampler=RandomSampler(range(3))))
+    assert sorted(row for batch in plain(shuffled_part) for row in batch[0]) == [0, 1, 2]
+
+
+def test_numbers_of_numpy_are_whole_numbers():
+    loader = SmartDataLoader(DATA, shuffle=True, random_seed=np.int64(3), global_batch_size=np.int64(4))
+    next(iter(loader))
+    state = loader.state_dict()
+    assert {type(value) for value in state.values()} == {int}
+    again = SmartDataLoader(DATA, shuffle=True, random_seed=3, batch_size=np.int64(4))
+    again.load_state_dict(state)
+    assert again.position == 4 and plain(again) == plain(make(DATA, batch_size=4, random_seed=3))[1:]
+    with pytest.raises(ParameterError, match="random_seed=False"):
+        SmartDataLoader(DATA, random_seed=False)
 
 
 def test_the_global_batch_is_divided(monkeypatch):

@@ -14,6 +14,7 @@ import io
 import logging
 import lzma
 import tarfile
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -47,7 +48,7 @@ _COMPRESSIONS: tuple[tuple[bytes, Callable[[Any], Any]], ...] = (
 def load_image_archive(
     path: str | Path, cache_dir: str | Path | None = None, *, max_bytes: int = MAX_BYTES
 ) -> dict[str, Split]:
-    """Return the pictures of every split; classes are numbered in alphabetical order, samples follow their names.
+    """Return the pictures of every split; classes are numbered over all splits in alphabetical order, samples follow their names.
 
     The cache is kept in `cache_dir`, by default `~/.cache/drivetrain`; one that is damaged is made again. An archive that holds
     more than `max_bytes` of pixels is a `ConfigError`.
@@ -60,7 +61,7 @@ def load_image_archive(
     folder = Path(cache_dir).expanduser() if cache_dir is not None else Path.home() / ".cache" / "drivetrain"
     with open(archive, "rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    cache = folder / f"images-{digest}.pt"
+    cache = folder / f"images-2-{digest}.pt"  # 2: classes are numbered over all splits
     splits = _read_cache(cache) if cache.is_file() else None
     if splits is not None:
         return splits
@@ -100,15 +101,16 @@ class _Unpacked(io.RawIOBase):
 
     def __init__(self, stream: BinaryIO, limit: int, name: str):
         self._stream, self._limit, self._name = stream, limit, name
+        self.last = b""
+        """What was read last: at the end of a whole archive, a block of zeros."""
 
     def read(self, size: int = -1) -> bytes:
         """Read as tarfile asks for it; a header that claims to be huge is an error."""
         if not 0 <= size <= MAX_FILE:
-            raise ConfigError(
-                f"load_image_archive: {self._name} holds a header or file of more than {MAX_FILE:,} bytes."
-            )
+            raise ConfigError(f"{self._name} holds a header or file of more than {MAX_FILE:,} bytes.")
         self._check(self._stream.tell() + size)
-        return self._stream.read(size)
+        self.last = self._stream.read(size)
+        return self.last
 
     def seek(self, position: int, whence: int = io.SEEK_SET) -> int:
         self._check(position)
@@ -120,44 +122,64 @@ class _Unpacked(io.RawIOBase):
     def _check(self, position: int) -> None:
         if position > self._limit + MAX_FILE:
             raise ConfigError(
-                f"load_image_archive: {self._name} unpacks to more than {self._limit:,} bytes. If this is expected, raise max_bytes."
+                f"{self._name} unpacks to more than {self._limit:,} bytes. If this is expected, raise max_bytes."
             )
 
 
+Picture = tuple[str, str, Tensor]
+"""Class, name and pixels (H, W, 3)."""
+
+
 def _decode(archive: Path, max_bytes: int) -> dict[str, Split]:
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError as error:
-        raise MissingExtra("pillow", None, "decoding pictures") from error
-    found: dict[str, list[tuple[str, str, Tensor]]] = {}
-    total = 0
+    place = f"load_image_archive: {str(archive)!r}"
     with open(archive, "rb") as plain:
         head = plain.read(8)
     openers = [opener for magic, opener in _COMPRESSIONS if head.startswith(magic)]
     unpack: Callable[[Any], Any] = openers[0] if openers else partial(open, mode="rb")
-    with unpack(archive) as packed, _open_tar(packed, max_bytes, archive) as tar:
+    try:
+        with unpack(archive) as packed:
+            found = _decode_members(_Unpacked(packed, max_bytes, place), max_bytes, place)
+    except (tarfile.TarError, OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        raise ConfigError(f"{place} cannot be read as a tar file: {error}") from None
+    if not found:
+        raise ConfigError(f"{place} holds no <split>/<class>/<name>.")
+    classes = sorted({name for pictures in found.values() for name, _, _ in pictures})
+    return {split: _join(pictures, classes, place) for split, pictures in found.items()}
+
+
+def _decode_members(unpacked: _Unpacked, max_bytes: int, place: str) -> dict[str, list[Picture]]:
+    """Return the pictures of each split."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise MissingExtra("pillow", None, "decoding pictures") from error
+    found: dict[str, list[Picture]] = {}
+    total = 0
+    with tarfile.open(fileobj=unpacked, mode="r:") as tar:
         for member in tar:
             parts = Path(member.name).parts
             stream = tar.extractfile(member) if member.isfile() and len(parts) >= 3 else None
             if stream is None:
                 continue
-            place = f"load_image_archive: {member.name!r} in {str(archive)!r}"
+            name = f"{place}: {member.name!r}"
+            data = stream.read(member.size)
             try:
-                picture = Image.open(io.BytesIO(stream.read(member.size)), formats=FORMATS)
-                pixels_in = picture.width * picture.height
-                total += 3 * pixels_in
-                if pixels_in > MAX_PIXELS:
+                picture = Image.open(io.BytesIO(data), formats=FORMATS)
+                total += 3 * picture.width * picture.height
+                if picture.width * picture.height > MAX_PIXELS:
                     raise ConfigError(
-                        f"{place} has {picture.width} x {picture.height} pixels, more than {MAX_PIXELS:,}."
+                        f"{name} has {picture.width} x {picture.height} pixels, more than {MAX_PIXELS:,}."
                     )
                 if total > max_bytes:
-                    raise ConfigError(f"{place}: the decoded images exceed {max_bytes:,} bytes. Raise max_bytes.")
+                    raise ConfigError(f"{name}: the decoded images exceed {max_bytes:,} bytes. Raise max_bytes.")
+                if picture.mode.startswith("I"):  # PIL would clip its values, not scale them
+                    raise ConfigError(f"{name} has 16 bits per pixel; expected 8 bits per channel.")
                 colours = picture.convert("RGB")
             except ConfigError:
                 raise
             except UnidentifiedImageError:
                 raise ConfigError(
-                    f"{place} is neither {' nor '.join(FORMATS)}; other formats are not supported."
+                    f"{name} is neither {' nor '.join(FORMATS)}; other formats are not supported."
                 ) from None
             except (
                 Image.DecompressionBombError,
@@ -166,30 +188,20 @@ def _decode(archive: Path, max_bytes: int) -> dict[str, Split]:
                 ValueError,
                 SyntaxError,
             ) as error:
-                raise ConfigError(f"{place} cannot be decoded: {error}") from None
+                raise ConfigError(f"{name} cannot be decoded: {error}") from None
             pixels = torch.frombuffer(bytearray(colours.tobytes()), dtype=torch.uint8)
             found.setdefault(parts[-3], []).append(
                 (parts[-2], parts[-1], pixels.view(picture.height, picture.width, 3))
             )
-    if not found:
-        raise ConfigError(f"load_image_archive: {str(archive)!r} holds no <split>/<class>/<name>.")
-    return {split: _join(pictures, archive) for split, pictures in found.items()}
+    if unpacked.last != bytes(tarfile.BLOCKSIZE):  # tarfile takes a header that is cut or damaged for the end
+        raise ConfigError(f"{place} is damaged or truncated: it ends without the mark that ends a tar file.")
+    return found
 
 
-def _open_tar(packed: BinaryIO, max_bytes: int, archive: Path) -> tarfile.TarFile:
-    try:
-        return tarfile.open(fileobj=_Unpacked(packed, max_bytes, repr(str(archive))), mode="r:")
-    except (tarfile.TarError, OSError, EOFError, lzma.LZMAError) as error:
-        raise ConfigError(f"load_image_archive: {str(archive)!r} cannot be read as a tar file: {error}") from None
-
-
-def _join(pictures: list[tuple[str, str, Tensor]], archive: Path) -> Split:
-    sizes = {tuple(pixels.shape) for _, _, pixels in pictures}
+def _join(pictures: list[Picture], classes: list[str], place: str) -> Split:
+    sizes = {pixels.shape for _, _, pixels in pictures}
     if len(sizes) > 1:
-        raise ConfigError(
-            f"load_image_archive: the pictures in {str(archive)!r} have {len(sizes)} sizes; one tensor needs one size."
-        )
+        raise ConfigError(f"{place}: the pictures have {len(sizes)} sizes; one tensor needs one size.")
     pictures.sort(key=lambda picture: picture[:2])
-    numbers = {name: number for number, name in enumerate(sorted({name for name, _, _ in pictures}))}
     images = torch.stack([pixels for _, _, pixels in pictures]).permute(0, 3, 1, 2).contiguous()
-    return images, torch.tensor([numbers[name] for name, _, _ in pictures])
+    return images, torch.tensor([classes.index(name) for name, _, _ in pictures])

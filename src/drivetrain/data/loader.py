@@ -93,8 +93,9 @@ class SmartDataLoader(DataLoader[T_co]):
         own = {name: value for name, value in locals().items() if name in source.OWN_NAMES}
         source.check_arguments(dataset, own, dataloader_kwargs)
         self._arguments = {"dataset": dataset, **own, **dataloader_kwargs}
-        self.move_output, self.loading_bar, self.global_batch_size = move_output, loading_bar, global_batch_size
-        self.rng, self.prefetch, self.resident, self.iterable, self.name = rng, prefetch, resident, iterable, name
+        self.move_output, self.loading_bar, self.rng, self.resident = move_output, loading_bar, rng, resident
+        self.iterable, self.name, self.prefetch = iterable, name, own["prefetch"]
+        self.global_batch_size: int | None = own["global_batch_size"]
 
         collate = dataloader_kwargs.get("collate_fn")
         batched = batch_sampler is not None or dataloader_kwargs.get("batch_size", 1) is not None
@@ -119,8 +120,8 @@ class SmartDataLoader(DataLoader[T_co]):
         self._device: torch.device | None = None
         self._placed: tuple[torch.device, GatherFetch | None] | None = None
         self._pool: WorkerPool | None = None
-        if global_batch_size is not None:
-            local_batch_size(global_batch_size, num_data_ranks())
+        if self.global_batch_size is not None:
+            local_batch_size(self.global_batch_size, num_data_ranks())
 
     @classmethod
     def from_loader(cls, loader: DataLoader[object], **changes: object) -> "SmartDataLoader[object]":

@@ -9,6 +9,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, get_args
 
 from torch.utils.data import (
@@ -42,8 +43,8 @@ TORCH_NAMES = tuple(
 )
 
 
-def check_arguments(dataset: object, own: Mapping[str, object], given: Mapping[str, object]) -> None:
-    """Reject what cannot work: names, values and combinations."""
+def check_arguments(dataset: object, own: Settings, given: Settings) -> None:
+    """Reject what cannot work: names, values and combinations. Whole numbers of other libraries become Python's."""
     for name in given:
         if name not in TORCH_NAMES:
             raise ParameterError(unknown_name("argument", name, TORCH_NAMES + OWN_NAMES, where="SmartDataLoader"))
@@ -56,19 +57,17 @@ def check_arguments(dataset: object, own: Mapping[str, object], given: Mapping[s
         if own[name] not in choices and not (name == "resident" and isinstance(own[name], bool)):
             choices = ("auto", "True", "False") if name == "resident" else choices
             raise ParameterError(unknown_name("value", own[name], choices, where=name))
-    if own["random_seed"] is not None and (not isinstance(own["random_seed"], int) or own["random_seed"] is True):
+    if isinstance(own["random_seed"], bool) or not isinstance(own["random_seed"], Integral | None):
         raise ParameterError(
             f"random_seed={own['random_seed']!r}: expected a whole number, or None for the run's seed."
         )
+    own["random_seed"] = None if own["random_seed"] is None else int(own["random_seed"])
     if own["name"] is not None and not isinstance(own["name"], str):
         raise ParameterError(f"name={own['name']!r}: expected a text that identifies this loader, or None.")
-    counts = {"prefetch": own["prefetch"], "num_workers": given.get("num_workers", 0)}
-    sizes = {"global_batch_size": own["global_batch_size"], "batch_size": given.get("batch_size", 1)}
-    for name, value in counts.items():
-        check_count(name, value, at_least=0, error=ParameterError)
-    for name, value in sizes.items():
-        if value is not None:
-            check_count(name, value, at_least=1, error=ParameterError)
+    for name, least in (("prefetch", 0), ("num_workers", 0), ("global_batch_size", 1), ("batch_size", 1)):
+        values = own if name in own else given
+        if name in values and not (least and values[name] is None):
+            values[name] = check_count(name, values[name], at_least=least, error=ParameterError)
     _check_combinations(dataset, own, given)
 
 
@@ -131,13 +130,20 @@ def arguments_of(loader: DataLoader[object]) -> Settings:
     arguments: Settings = {name: getattr(loader, name) for name in names}
     if loader.collate_fn not in (default_collate, default_convert):
         arguments["collate_fn"] = loader.collate_fn
-    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
-        return {**arguments, "batch_sampler": loader.batch_sampler}
-    arguments |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    if isinstance(loader.dataset, IterableDataset) or type(loader.sampler) is SequentialSampler:
+    batches = loader.batch_sampler
+    if batches is not None and type(batches) is not BatchSampler:
+        return {**arguments, "batch_sampler": batches}
+    plan: Any = loader if batches is None else batches  # a torch batch sampler of the user's has what it was made of
+    arguments |= {"batch_size": plan.batch_size, "drop_last": plan.drop_last}
+    sampler, is_whole = plan.sampler, getattr(plan.sampler, "data_source", None) is loader.dataset
+    if isinstance(loader.dataset, IterableDataset) or (type(sampler) is SequentialSampler and is_whole):
         return arguments
-    sampler = loader.sampler
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+    if (
+        type(sampler) is RandomSampler
+        and is_whole
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    ):
         return {**arguments, "shuffle": True}
     return {**arguments, "sampler": sampler}
 
