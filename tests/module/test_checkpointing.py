@@ -211,6 +211,29 @@ def test_reentrant_checkpointing_is_available_on_request():
         checkpoint_blocks(model, mode="offload", reentrant=True)
 
 
+class Unusual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, *, shift=None):
+        return {"x": self.layer(x) + (0 if shift is None else shift), "count": 1}
+
+
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_reentrant_checkpointing_takes_keywords_returns_mappings_and_needs_no_input_with_a_gradient(needs_grad):
+    torch.manual_seed(0)
+    plain = nn.ModuleList([Unusual(), Unusual()])
+    model = copy.deepcopy(plain)
+    assert checkpoint_blocks(model, reentrant=True) == ["0", "1"]
+    results = []
+    for blocks in (plain, model):
+        x, shift = torch.ones(2, 4), torch.ones(4, requires_grad=needs_grad)
+        blocks[1](blocks[0](x=x, shift=shift)["x"])["x"].square().sum().backward()
+        results.append([shift.grad, *(parameter.grad for parameter in blocks.parameters())])
+    torch.testing.assert_close(*results)
+
+
 def test_bad_settings_are_refused_before_anything_changes():
     model = gpt()
     with pytest.raises(ConfigError, match="Did you mean 'selective'"):

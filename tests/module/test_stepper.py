@@ -117,6 +117,19 @@ def test_a_window_that_was_saved_goes_on_with_another_length():
         torch.testing.assert_close(p.grad, expected)
 
 
+def test_sparse_gradients_of_an_open_window_are_saved_dense_and_restored_sparse():
+    table = nn.Embedding(5, 3, sparse=True)
+    stepper = make_stepper(table, 2)
+    stepper.begin(last=False)
+    stepper.backward(stepper.weigh(table(torch.tensor([1, 3, 1])).square().mean(), 3, 3))
+    saved, expected = stepper.state_dict(), table.weight.grad.to_dense()
+    assert saved["partial"]["grads"]["weight"].layout is torch.strided  # checkpoints hold dense tensors only
+    table.weight.grad = None
+    resumed = make_stepper(table, 2)
+    resumed.load_state_dict(saved)
+    assert table.weight.grad.is_sparse and torch.equal(table.weight.grad.to_dense(), expected)
+
+
 def test_windows_of_two_ranks_become_one():
     parts, steppers = make_parts([4, 2, 2]), []
     for x, y in parts[:2]:

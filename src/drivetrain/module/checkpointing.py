@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from drivetrain.core.arguments import check_choice, check_count
@@ -41,15 +42,29 @@ class Checkpointed(GeneratedClass):
             run = _CountedOnce(run, norms)
         kwargs |= {name: None for name in _CACHE_ARGUMENTS if kwargs.get(name) is not None}
         args = tuple(None if index in self._cache_positions else value for index, value in enumerate(args))
-        if self._checkpoint_reentrant:
-            return checkpoint(lambda *inputs: run(*inputs, **kwargs), *args, use_reentrant=True)
+        inputs = (*args, *kwargs.values())
+        # Where no input needs a gradient, the older mechanism would not compute those of the parameters either.
+        if self._checkpoint_reentrant and any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
+            return _reentrant(run, args, kwargs)
         if self._checkpoint_mode == "selective":
             return checkpoint(run, *args, use_reentrant=False, context_fn=_selective_contexts, **kwargs)
         if self._checkpoint_mode == "offload":
-            is_on_cuda = any(isinstance(value, Tensor) and value.is_cuda for value in (*args, *kwargs.values()))
+            is_on_cuda = any(isinstance(value, Tensor) and value.is_cuda for value in inputs)
             with torch.autograd.graph.save_on_cpu(pin_memory=is_on_cuda):
                 return checkpoint(run, *args, use_reentrant=False, **kwargs)
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+def _reentrant(run: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
+    """Run torch's older mechanism, which only knows tensors that are single arguments and single results."""
+    form: Any = None
+
+    def flat(*inputs: object) -> tuple[object, ...]:
+        nonlocal form
+        leaves, form = tree_flatten(run(*inputs[: len(args)], **dict(zip(kwargs, inputs[len(args) :]))))
+        return tuple(leaves)
+
+    return tree_unflatten(checkpoint(flat, *args, *kwargs.values(), use_reentrant=True), form)
 
 
 def tracking_norms(module: nn.Module) -> list[nn.modules.batchnorm._NormBase]:

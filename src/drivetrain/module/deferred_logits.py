@@ -158,7 +158,7 @@ class DeferredLogits:
         return logits.transpose(1, 2) if self._is_swapped else logits
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg", "gt", "lt", "ge", "le", "pow"):
+for _name in "add radd sub rsub mul rmul truediv rtruediv pow rpow neg abs eq ne gt lt ge le".split():
     # Operators are looked up on the class, where `__getattr__` does not help.
     def _operate(self: DeferredLogits, *others: object, _name: str = f"__{_name}__") -> object:
         return getattr(self._computed(_name), _name)(*others)

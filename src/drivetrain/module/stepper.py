@@ -262,7 +262,8 @@ class Stepper:
             partial = {
                 "items": items,
                 "is_whole": not (self.axes or self._is_normalised or any(map(is_dtensor, grads.values()))),
-                "grads": {name: local_part(grad).detach().clone() for name, grad in grads.items()},
+                "grads": {name: local_part(grad).detach().to_dense().clone() for name, grad in grads.items()},
+                "sparse": {name: grad.sparse_dim() for name, grad in grads.items() if grad.is_sparse},
             }
         guard = self.guard.state_dict()
         return {"window": counts, "partial": partial, "axes": self.axes if partial else None, "guard": guard}
@@ -282,12 +283,17 @@ class Stepper:
         if partial and window.length == 1:
             window.is_plain = False  # what was collected elsewhere has weights, so what is added needs them too
         grads = partial.get("grads", partial)  # earlier versions had no level between
+        sparse = partial.get("sparse", {})
         factor = 1.0 if counts.get("is_sum") else counts.get("length", window.length) / window.length
         for name, parameter in self._named_parameters():
             saved = grads.get(name)
-            parameter.grad = None if saved is None else torch.empty_like(parameter)
-            if parameter.grad is not None:
-                local_part(parameter.grad).copy_(saved if factor == 1.0 else saved * factor)
+            if saved is None:
+                parameter.grad = None
+            else:
+                parameter.grad = torch.empty_like(parameter)
+                local_part(parameter.grad).copy_(saved).mul_(factor)
+                if name in sparse:
+                    parameter.grad = parameter.grad.to_sparse(sparse[name])
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         model = self.model
