@@ -132,3 +132,9 @@ def test_shifted_images_look_more_alike():
 @pytest.mark.gpu
 def test_the_default_filter_follows_its_input_to_the_device():
     assert blur_2d(torch.randn(1, 2, 8, 8, device="cuda", dtype=torch.bfloat16)).is_cuda
+
+
+def test_single_images_are_blurred_like_batches():
+    x = torch.randn(3, 8, 8)
+    for layer in (BlurMaxPool2d(2), BlurPool2d(), BlurConv2d(3, 4, 3, 2)):
+        torch.testing.assert_close(layer(x), layer(x[None])[0])

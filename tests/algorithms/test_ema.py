@@ -142,3 +142,10 @@ def test_asking_for_an_average_that_is_not_there_says_so():
     conv_run(ema)
     copied = copy.deepcopy(ema.config())
     assert copied["half_life"] == "1000ba" and EMA(None, smoothing=0.99).smoothing == 0.99
+
+
+def test_complex_weights_are_averaged():
+    model, average = nn.Linear(2, 2, dtype=torch.complex64), nn.Linear(2, 2, dtype=torch.complex64)
+    expected = 0.75 * average.weight + 0.25 * model.weight
+    compute_ema(model, average, smoothing=0.75)
+    torch.testing.assert_close(average.weight, expected)

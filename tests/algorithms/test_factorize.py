@@ -195,3 +195,37 @@ def test_only_wide_layers_that_gain_are_replaced():
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(32, 32), nn.Linear(32, 8), nn.Conv2d(32, 32, 1))
     apply_factorization(net, factorize_convs=False, min_features=16, latent_features=0.25)
     assert [type(layer).__name__ for layer in net] == ["Linear", "FactorizedLinear", "Linear", "Conv2d"]
+
+
+PADDINGS = [
+    {"padding": "valid"},
+    {"padding": "same", "dilation": 2},
+    {"padding": "same", "padding_mode": "circular"},
+    {"padding": (1, 0), "stride": 2, "padding_mode": "reflect"},
+]
+
+
+@pytest.mark.parametrize("geometry", PADDINGS)
+def test_the_rank_of_a_convolution_with_any_padding_can_be_lowered(geometry):
+    torch.manual_seed(0)
+    conv, x = FactorizedConv2d(6, 5, (3, 4), 2, **geometry).double(), torch.randn(4, 6, 9, 9).double()
+    conv.module0.weight.data[1] = conv.module0.weight.data[0]  # two channels alike: the second is not needed
+    before = conv(x)
+    conv.set_rank(x, 1)
+    torch.testing.assert_close(conv(x), before)
+
+
+def test_the_weight_and_bias_are_those_of_one_layer_that_computes_the_same():
+    linear, conv = FactorizedLinear(6, 7, latent_features=2), FactorizedConv2d(4, 5, 3, 2, padding=1)
+    x, images = torch.randn(3, 6), torch.randn(2, 4, 5, 5)
+    torch.testing.assert_close(F.linear(x, linear.weight, linear.bias), linear(x))
+    torch.testing.assert_close(F.conv2d(images, conv.weight, conv.bias, padding=1), conv(images))
+
+
+def test_a_double_layer_is_split_in_doubles():
+    model = nn.Sequential(nn.Linear(8, 8)).double()
+    model[0].weight.data = torch.randn(8, 2).double() @ torch.randn(2, 8).double()
+    x = torch.randn(4, 8).double()
+    before = model(x)
+    apply_factorization(model, min_features=1, latent_features=2, initialize="svd")
+    torch.testing.assert_close(model(x), before, rtol=1e-12, atol=1e-12)

@@ -101,3 +101,12 @@ def test_the_activation_can_be_named():
     with pytest.raises(ValueError, match="siluu"):
         GatedLinearUnits("siluu")
     apply_gated_linear_units(TextNet(), act_fn=F.silu)
+
+
+def test_a_failed_application_leaves_the_activation():
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)).eval()
+    x = torch.randn(2, 3, 8)
+    before = model(x)
+    with pytest.raises(RuntimeError, match="not in any"):
+        apply_gated_linear_units(model, torch.optim.SGD(model[0].norm1.parameters(), lr=0.1))
+    torch.testing.assert_close(model(x), before)

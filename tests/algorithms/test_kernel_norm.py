@@ -40,3 +40,9 @@ def test_mistakes_are_found_when_the_trainer_is_built():
         conv_trainer(KernelNorm(layers="featuers.4"))
     with pytest.raises(ValueError, match="no trainable convolution"):
         Trainer(nn.Linear(2, 2), nn.MSELoss(), None, callbacks=(), algorithms=[KernelNorm()])
+
+
+def test_a_shared_kernel_is_scaled_once_and_one_of_zeros_stays():
+    shared, zeros = torch.randn(4, 1, 2, 2), torch.zeros(3, 1, 2, 2)
+    normalise_kernels([shared, zeros, shared])
+    assert shared.norm().item() == pytest.approx(2.0) and not zeros.any()

@@ -105,3 +105,8 @@ def test_a_loss_of_indices_only_is_refused():
 def test_a_bad_rate_is_refused(smoothing):
     with pytest.raises(ValueError, match="smoothing"):
         LabelSmoothing(smoothing)
+
+
+def test_labels_beyond_the_classes_get_no_weight():
+    y = torch.tensor([2, 255], dtype=torch.uint8)
+    assert smooth_labels(torch.zeros(2, 3), y, 0.3).sum(1).tolist() == pytest.approx([1.0, 0.0])

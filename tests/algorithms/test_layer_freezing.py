@@ -73,3 +73,12 @@ def test_bad_settings_are_refused():
     for arguments in ({"freeze_start": 1.5}, {"freeze_level": -1}, {"freeze_start": 1}):
         with pytest.raises(ValueError, match="LayerFreezing"):
             LayerFreezing(**arguments)
+
+
+def test_a_tied_weight_trains_as_long_as_the_last_layer():
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7))
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert freeze_layers(model, optimizer, 1.0) == (2, 1.0)
+    assert model[2].weight.requires_grad and not model[1].weight.requires_grad
+    assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in model[2].parameters()}

@@ -44,3 +44,10 @@ def test_resume_is_exact_and_a_second_application_changes_nothing():
     trainer.engine.fire(Event.INIT)
     assert trainer.model is model
     assert [event for event in Event if NoOpModel().match(event, None)] == [Event.INIT]
+
+
+def test_an_optimizer_that_keeps_names_has_the_one_of_the_weight():
+    model = ConvNet()
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.01)
+    Trainer(model, nn.CrossEntropyLoss(), optimizer, callbacks=(), algorithms=[NoOpModel()])
+    assert optimizer.param_groups[0]["param_names"] == ["weight"]

@@ -114,3 +114,9 @@ def test_bad_settings_are_refused(arguments, text):
 def test_targets_without_a_size_are_refused():
     with pytest.raises(TypeError, match="resize_targets=False"):
         train(conv_trainer(ProgressiveResizing(resize_targets=True)), image_data())
+
+
+def test_large_numbers_and_the_frames_of_a_video_survive():
+    numbers = torch.full((1, 4, 4), 2**53 - 1)
+    video, targets = resize_batch(torch.rand(1, 3, 5, 4, 4), numbers, 0.5, resize_targets=True)
+    assert video.shape == (1, 3, 5, 2, 2) and targets.unique().tolist() == [2**53 - 1]

@@ -4,14 +4,17 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from drivetrain.algorithms.cutout import CutOut
+from drivetrain.algorithms.schedule_free import ScheduleFree
 from drivetrain.algorithms.selective_backprop import (
     SelectiveBackprop,
     draw_ranks,
     select_using_loss,
     should_selective_backprop,
 )
+from drivetrain.algorithms.swa import SWA
 from drivetrain.core.engine import Engine
 from drivetrain.core.event import Event
 from drivetrain.train.trainer import Trainer
@@ -221,3 +224,31 @@ def test_what_else_belongs_to_a_sample_is_selected_with_it(form):
     images, labels, numbers, scale = state.batch.values() if form is dict else state.batch
     assert len(images) == 4 and scale == 2
     assert torch.equal(images, x[numbers]) and torch.equal(labels, y[numbers])
+
+
+class TwoInputs(nn.Module):
+    """A model whose `forward` requires two arguments, with a batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.norm = nn.Linear(3, 4), nn.Linear(2, 4), nn.BatchNorm1d(4)
+
+    def forward(self, left, right):
+        return self.norm(self.left(left) + self.right(right))
+
+
+EXTRA_PASSES = {
+    "selection": lambda: SelectiveBackprop(0, 1, input_key=[0, 1], target_key=2),
+    "batch norms of a mean": lambda: SWA("0.1dur", "0.9dur", "1ba"),
+    "batch norms in evaluation": lambda: ScheduleFree("sgd", 0.1),
+}
+
+
+@pytest.mark.parametrize("make", EXTRA_PASSES.values(), ids=EXTRA_PASSES)
+def test_an_extra_pass_gives_the_model_all_of_its_inputs(make):
+    data = TensorDataset(torch.randn(8, 3), torch.randn(8, 2), torch.arange(8) % 4)
+    model = TwoInputs()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, nn.CrossEntropyLoss(), optimizer, callbacks=(), algorithms=[make()])
+    train(trainer, data, per_device_batch_size=4, eval_dataset=data)
+    assert trainer.state.clock.batch == 4

@@ -5,7 +5,10 @@ import torch
 from torch import nn
 
 from drivetrain.algorithms.seq_length_warmup import SeqLengthWarmup, set_batch_sequence_length
+from drivetrain.algorithms.stochastic_depth import StochasticDepth
+from drivetrain.core.engine import Engine
 from drivetrain.core.event import Event
+from tests.algorithms.surgery_models import TextNet, texts
 from tests.algorithms.tasks import (
     Log,
     TinyTransformer,
@@ -173,3 +176,22 @@ def test_a_part_of_the_batch_can_be_named():
     state = make_state(batch, model=Classifier(), loss_fn=nn.CrossEntropyLoss(), max_duration="100ba")
     short = run(SeqLengthWarmup(0.5, 4, 16, 4, input_key=0), state, Event.AFTER_DATALOADER)
     assert short[0].shape == (4, 4) and short[1] is batch[1]
+
+
+def test_the_longest_entry_decides_whether_anything_is_cut():
+    batch = {"features": torch.zeros(2, 3), "input_ids": tokens(), "labels": tokens()}
+    short = set_batch_sequence_length(batch, 5)
+    assert [value.shape[1] for value in short.values()] == [3, 5, 5]
+
+
+def test_the_reserving_pass_draws_nothing_for_the_blocks_that_the_run_skips():
+    algorithm = SeqLengthWarmup(0.8, 4, 8, 2)
+    torch.manual_seed(0)
+    model = TextNet()
+    plugins = [StochasticDepth(drop_rate=0.5), algorithm]
+    state = make_state(tuple(texts(2).tensors), model=model, loss_fn=nn.CrossEntropyLoss(), algorithms=plugins)
+    engine = Engine(state, plugins=plugins)
+    engine.fire(Event.INIT)
+    before = state.generators["StochasticDepth"].get_state()
+    engine.fire(Event.AFTER_DATALOADER)
+    assert torch.equal(state.generators["StochasticDepth"].get_state(), before)

@@ -144,3 +144,9 @@ def test_loaders_and_data_that_cannot_be_packed_are_refused():
 def test_bad_settings_are_refused(arguments, text):
     with pytest.raises(ValueError, match=text):
         SequencePacking(*arguments)
+
+
+def test_a_label_for_the_whole_document_is_rejected_as_such():
+    documents = [{"input_ids": [1, 2, 3], "attention_mask": [1, 1, 0], "labels": 1}]
+    with pytest.raises(ValueError, match="labels"):
+        PackedDataset(RealTokens(documents), 8)[0]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from drivetrain.algorithms.sam import SAM
 from drivetrain.algorithms.stochastic_depth import (
     BlockStochasticModule,
     StochasticDepth,
@@ -311,3 +312,32 @@ def test_skipped_blocks_do_not_disturb_the_averaging_of_gradients(world2):
 
 def test_a_class_is_saved_by_its_name():
     assert StochasticDepth(Bottleneck).config()["target_layer_name"] == "Bottleneck"
+
+
+def test_a_pass_that_is_repeated_skips_the_same_blocks():
+    seen = []
+    model = TextNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    algorithms = [StochasticDepth(drop_rate=0.5, drop_distribution="uniform"), SAM()]
+    trainer = Trainer(model, nn.CrossEntropyLoss(), optimizer, callbacks=(), algorithms=algorithms, seed=1)
+    model.register_forward_hook(lambda *_: seen.append([block.is_dropped for block in stochastic_blocks(model)]))
+    trainer.train(texts(), num_epochs=2, per_device_batch_size=4, train_dataloader_kwargs={"num_workers": 0})
+    assert seen[::2] == seen[1::2] and len({tuple(choice) for choice in seen}) > 1
+
+
+def test_a_state_of_another_number_of_ranks_keeps_the_choices_of_all_alike():
+    def prepared():
+        model = TextNet()
+        state = State(model=model, rank_zero_seed=3, algorithms=[StochasticDepth(drop_rate=0.5)])
+        Engine(state, plugins=state.algorithms).fire(Event.INIT)
+        return state, model
+
+    state, model = prepared()
+    model(texts().tensors[0][:2])
+    saved = state.state_dict()
+    expected = state.generators["StochasticDepth"].get_state()
+    other, _ = prepared()  # whose generator, as on a new rank, starts elsewhere
+    saved["generators"] = {}
+    other.generators["StochasticDepth"].manual_seed(99)
+    other.load_state_dict(saved, strict=False)
+    assert torch.equal(other.generators["StochasticDepth"].get_state(), expected)

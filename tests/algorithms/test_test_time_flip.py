@@ -1,11 +1,13 @@
 """Evaluation and prediction average over mirrored and moved images."""
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from drivetrain.algorithms.test_time_flip import TestTimeFlip, average_flips
-from tests.algorithms.tasks import conv_trainer, image_data, train
+from drivetrain.train.trainer import Trainer
+from tests.algorithms.tasks import ConvNet, conv_trainer, image_data, train
 
 
 def reference(model, x, shift):
@@ -56,3 +58,20 @@ def test_it_follows_the_precision_of_the_run():
     result = trainer.evaluate(image_data(), per_device_batch_size=24)
     exact = F.cross_entropy(reference(trainer.model.eval(), image_data().tensors[0], 0), image_data().tensors[1]).item()
     assert result["evaluation_loss"] != exact and abs(result["evaluation_loss"] - exact) < 0.02
+
+
+def test_several_images_are_mirrored_together():
+    (x, y), other = image_data().tensors, torch.rand(24, 3, 8, 8)
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = ConvNet(channels=6)
+
+        def forward(self, left, right):
+            return self.net(torch.cat([left, right], 1))
+
+    trainer = Trainer(Pair(), nn.CrossEntropyLoss(), None, (), algorithms=[TestTimeFlip(input_key=[0, 1])])
+    expected = reference(trainer.model.net.eval(), torch.cat([x, other], 1), 0)
+    found = trainer.predict(TensorDataset(x, other, y), per_device_batch_size=12)
+    assert torch.allclose(found, expected, atol=1e-6)

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from drivetrain import SmartDataLoader
 from drivetrain import Trainer as NativeTrainer
 from drivetrain.compat.composer import Callback, DataSpec, Evaluator, Trainer
+from drivetrain.context.batch import ensure_targets_one_hot
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 
 DATA = TensorDataset(torch.randn(48, 4, generator=torch.Generator().manual_seed(0)), torch.arange(48) % 3)
@@ -228,8 +229,18 @@ def test_losses_take_class_indices_and_one_weight_per_class():
     by_hand = -(dense * logits.sigmoid().log() + (1 - dense) * (1 - logits.sigmoid()).log()).sum() / 5
     torch.testing.assert_close(binary_cross_entropy_with_logits(logits, dense), by_hand)
     torch.testing.assert_close(binary_cross_entropy_with_logits(logits, targets), by_hand)
-    mean = nn.functional.binary_cross_entropy_with_logits(logits, dense)
-    torch.testing.assert_close(binary_cross_entropy_with_logits(logits, dense, scale_by_batch_size=False), mean)
+    torch.testing.assert_close(binary_cross_entropy_with_logits(logits, dense.bool(), reduction="sum"), by_hand)
+    whole = binary_cross_entropy_with_logits(logits, dense, scale_by_batch_size=False)
+    torch.testing.assert_close(whole, by_hand * 5)
+
+
+def test_the_soft_loss_of_maps_is_a_mean_over_places_that_have_a_target():
+    logits, targets = torch.randn(2, 3, 4, 5, dtype=torch.float64), torch.randint(0, 3, (2, 4, 5))
+    targets[0, :2] = -100
+    dense = ensure_targets_one_hot(logits, targets)
+    expected = nn.functional.cross_entropy(logits, targets)
+    torch.testing.assert_close(soft_cross_entropy(logits, dense), expected)
+    torch.testing.assert_close(soft_cross_entropy(logits, dense.long()), expected)
 
 
 def test_a_model_without_its_methods_says_which_is_missing():

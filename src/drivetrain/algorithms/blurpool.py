@@ -43,7 +43,7 @@ def blur_2d(input: Tensor, channels: int = -1, stride: Size2d = 1, filter: Tenso
     padding = (height // 2, width // 2)
     if input.shape[-2] + 2 * padding[0] < height or input.shape[-1] + 2 * padding[1] < width:
         return input
-    channels = input.shape[1] if channels < 1 else channels
+    channels = input.shape[-3] if channels < 1 else channels
     if filter.shape[0] == 1:
         filter = filter.expand(channels, -1, -1, -1)
     return F.conv2d(input, filter, stride=stride, padding=padding, groups=channels)
@@ -151,7 +151,7 @@ class BlurPool2d(nn.Module):
         self.register_buffer("blur_filter", default_filter(), persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        channels = input.shape[1] if self.channels < 1 else self.channels
+        channels = input.shape[-3] if self.channels < 1 else self.channels
         filter = self.blur_filter.to(input).expand(channels, -1, -1, -1)
         return F.conv2d(input, filter, stride=self.stride, padding=self.padding, groups=channels)
 

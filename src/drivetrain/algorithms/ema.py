@@ -44,7 +44,7 @@ def compute_ema(model: nn.Module, ema_model: nn.Module | AveragedWeights, smooth
     own = {**dict(ema_model.named_parameters()), **dict(ema_model.named_buffers())}
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     for name, value in [*trained, *model.named_buffers()]:
-        if value.is_floating_point():
+        if value.is_floating_point() or value.is_complex():
             averages.append(own[name])
             values.append(value.detach().to(own[name]))
         else:

@@ -47,7 +47,7 @@ def split_matrix(W: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     >>> torch.allclose(a @ b, torch.ones(3, 4), atol=1e-6)
     True
     """
-    U, s, Vh = torch.linalg.svd(W.float(), full_matrices=False)
+    U, s, Vh = torch.linalg.svd(W.to(torch.promote_types(W.dtype, torch.float32)), full_matrices=False)
     root = s[:rank].sqrt()
     return (U[:, :rank] * root).to(W.dtype), (root[:, None] * Vh[:rank]).to(W.dtype)
 
@@ -117,10 +117,15 @@ def factorize_conv2d(
         raise MissingKernelError(
             "factorize_conv2d: biasB belongs to the second kernel Wb, which is missing. Use biasA."
         )
-    padding_mode = conv2d_kwargs.pop("padding_mode", "zeros")
-    if padding_mode != "zeros":
-        high, wide = _pair(conv2d_kwargs.pop("padding", 0))
-        X = F.pad(X, (wide, wide, high, high), mode=padding_mode)
+    padding, mode = conv2d_kwargs.pop("padding", 0), conv2d_kwargs.pop("padding_mode", "zeros")
+    if padding == "same":
+        dilation = _pair(conv2d_kwargs.get("dilation", 1))
+        sides = [step * (side - 1) for step, side in zip(dilation, Wa.shape[2:])]
+    else:
+        sides = [0, 0] if padding == "valid" else [2 * side for side in _pair(padding)]
+    high, wide = sides  # the pixels on both sides together
+    around = (wide // 2, wide - wide // 2, high // 2, high - high // 2)
+    X = F.pad(X, around, mode="constant" if mode == "zeros" else mode)
     Y, bias = F.conv2d(X, Wa, biasA, **conv2d_kwargs), biasA
     if Wb is not None:
         Y = F.conv2d(Y, Wb, biasB)
@@ -182,6 +187,14 @@ class FactorizedModule(nn.Module):
             )
         self.latent_size = rank
         """The rank."""
+
+    bias = property(lambda self: self.module1.bias, doc="As of the layer it replaces.")
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight of one layer that computes the same; models read its type and device."""
+        whole = self.module1.weight.flatten(1) @ self.module0.weight.flatten(1)
+        return whole.view(-1, *self.module0.weight.shape[1:])
 
     def forward(self, input: Tensor) -> Tensor:
         return self.module1(self.module0(input))

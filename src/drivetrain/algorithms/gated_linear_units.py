@@ -152,7 +152,6 @@ def _plan_torch(layer: Any, gating: Gating) -> Plan:
     if isinstance(layer.linear1, GatedProjection):
         return {}
     in_features, out_features = layer.linear1.in_features, layer.linear1.out_features
-    layer.activation = nn.Identity()
     return {layer.linear1: lambda: GatedProjection(in_features, out_features, *gating)}
 
 
@@ -189,6 +188,9 @@ def apply_gated_linear_units(
         plan |= adapter.plan(layer, gating)
     policies = {nn.Module: lambda module, index: plan[module]() if module in plan else None}
     replace_module_classes(model, policies, optimizers)
+    for layer, _ in layers:
+        if isinstance(getattr(layer, "linear1", None), GatedProjection):
+            layer.activation = nn.Identity()
     leave_fused_paths(model, GatedProjection)
 
 

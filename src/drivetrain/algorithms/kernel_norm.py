@@ -27,10 +27,12 @@ def normalise_kernels(kernels: Sequence[Tensor]) -> None:
     >>> float(kernel.norm())
     2.0
     """
-    if not kernels:
+    tensors = list({id(kernel): kernel for kernel in kernels}.values())  # one that two layers share is scaled once
+    if not tensors:
         return
-    tensors = list(kernels)
-    torch._foreach_div_(tensors, torch._foreach_norm(tensors))
+    norms = torch._foreach_norm(tensors)
+    torch._foreach_clamp_min_(norms, 1e-7)  # a kernel of zeros stays one
+    torch._foreach_div_(tensors, norms)
     torch._foreach_mul_(tensors, [math.sqrt(len(tensor)) for tensor in tensors])
 
 

@@ -11,7 +11,7 @@ from drivetrain.core.arguments import check_fractions
 
 
 def smooth_labels(logits: Tensor, target: Tensor, smoothing: float = 0.1) -> Tensor:
-    """Return soft targets that keep `1 - smoothing` on the given class; ignored rows (negative index) stay zero.
+    """Return soft targets that keep `1 - smoothing` on the given class; rows of no class (such as -100) stay zero.
 
     >>> import torch
     >>> smooth_labels(torch.zeros(2, 4), torch.tensor([1, -100]), smoothing=0.2)
@@ -21,9 +21,8 @@ def smooth_labels(logits: Tensor, target: Tensor, smoothing: float = 0.1) -> Ten
     check_fractions("smooth_labels", smoothing=smoothing)
     dense = ensure_targets_one_hot(logits, target)
     share = smoothing / logits.shape[1]
-    if infer_target_type(logits, target) == "one_hot":
-        return dense * (1 - smoothing) + share
-    return dense * (1 - smoothing) + (target >= 0).unsqueeze(1) * share
+    has_class = 1 if infer_target_type(logits, target) == "one_hot" else dense.sum(1, keepdim=True)
+    return dense * (1 - smoothing) + has_class * share
 
 
 class LabelSmoothing(Algorithm):

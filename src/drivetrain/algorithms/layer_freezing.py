@@ -32,7 +32,7 @@ def freeze_layers(
     """
     layers = _layers(model)
     depth, fraction = _depth(len(layers), current_duration, freeze_start, freeze_level)
-    frozen = _freeze(layers[:depth])
+    frozen = _freeze(model, layers[:depth])
     for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers:
         for group in optimizer.param_groups:
             if "param_names" in group:
@@ -55,8 +55,11 @@ def _depth(layers: int, elapsed: float, start: float, level: float) -> tuple[int
     return int(round(fraction * layers, 9)), fraction
 
 
-def _freeze(layers: list[nn.Module]) -> set[nn.Parameter]:
-    frozen = {parameter for layer in layers for parameter in layer.parameters()}
+def _freeze(model: nn.Module, layers: list[nn.Module]) -> set[nn.Parameter]:
+    """Freeze the parameters that no layer outside the given ones uses: a tied weight trains as long as its last layer."""
+    others = set(unwrap(model).modules()).difference(layers)
+    used = {parameter for module in others for parameter in module.parameters(recurse=False)}
+    frozen = {parameter for layer in layers for parameter in layer.parameters()} - used
     for parameter in frozen:
         parameter.requires_grad = False
         parameter.grad = None
@@ -93,7 +96,7 @@ class LayerFreezing(Algorithm):
             elapsed = elapsed_fraction(state, str(self))
             depth, fraction = _depth(len(layers), elapsed, self.freeze_start, self.freeze_level)
             logger.log_metrics({"layer_freezing/layers_frozen": depth, "layer_freezing/percentage_frozen": fraction})
-        _freeze(layers[:depth])
+        _freeze(model, layers[:depth])
         if depth > self._frozen:
             self._frozen = depth
             state.model = rewrap_ddp(state.model)

@@ -46,5 +46,7 @@ class NoOpModel(ModelSurgery):
             optimizer.state.clear()
             first, *_ = optimizer.param_groups
             first["params"] = [state.model.weight]
+            if "param_names" in first:
+                first["param_names"] = ["weight"]
             optimizer.param_groups[:] = [first]
         rebind_units(state)

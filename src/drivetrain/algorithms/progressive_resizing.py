@@ -61,14 +61,16 @@ def _check_target(target: Tensor) -> None:
 
 
 def _resized(x: Tensor, scale: float) -> Tensor:
-    """Return the nearest pixels; whole numbers take the way over floats, which torch can interpolate."""
+    """Return the nearest pixels; whole numbers take the way over doubles, which torch can interpolate and which hold them exactly."""
     planes = x.unsqueeze(1) if x.ndim == 3 else x
-    values = planes if planes.is_floating_point() else planes.float()
+    values = planes if planes.is_floating_point() else planes.double()
+    whole = values.shape[2:-2]  # the frames of a video
     if min(int(side * scale) for side in values.shape[-2:]) < 1:
-        size = [_smaller(side, scale) for side in values.shape[-2:]]
+        size = [*whole, *(_smaller(side, scale) for side in values.shape[-2:])]
         small = F.interpolate(values, size=size, mode="nearest")
     else:
-        small = F.interpolate(values, scale_factor=scale, mode="nearest", recompute_scale_factor=False)
+        factors = (1.0,) * len(whole) + (scale, scale)
+        small = F.interpolate(values, scale_factor=factors, mode="nearest", recompute_scale_factor=False)
     return small.to(x.dtype).squeeze(1) if x.ndim == 3 else small.to(x.dtype)
 
 

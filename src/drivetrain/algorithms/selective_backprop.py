@@ -129,9 +129,12 @@ class SelectiveBackprop(Algorithm):
             return
         inputs, targets = state.batch_get_item(self.input_key), state.batch_get_item(self.target_key)
         losses_of = losses_of_samples(state, str(self))
-        with without_trace(state), autocast_of(state):
-            scores = lambda x: losses_of(self._outputs(state, x), targets)
-            chosen = choose_rows(inputs, scores, self.keep, self.scale_factor, state.rng(type(self).__name__))
+
+        def scores(x: Batch) -> Tensor:
+            with without_trace(state), autocast_of(state):
+                return losses_of(self._outputs(state, x), targets)
+
+        chosen = choose_rows(inputs, scores, self.keep, self.scale_factor, state.rng(type(self).__name__))
         self._take_other_rows(state, inputs, targets, chosen)
         state.batch_set_item(self.input_key, take_rows(inputs, chosen))
         state.batch_set_item(self.target_key, take_rows(targets, chosen))

@@ -41,7 +41,7 @@ def set_batch_sequence_length(
                 f"the entry {key!r} has shape {tuple(value.shape)}, not (B, S, ...). Remove it from the batch, or "
                 f"list it in ignore_keys=({key!r},)."
             )
-    if not sequences or curr_seq_len >= next(iter(sequences.values())).shape[1]:
+    if curr_seq_len >= max((value.shape[1] for value in sequences.values()), default=0):
         return batch
     if not truncate:
         changed = _reshaped(sequences, curr_seq_len)

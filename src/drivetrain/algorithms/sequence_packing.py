@@ -39,8 +39,8 @@ class RealTokens(Dataset[dict[str, Tensor]]):
         if not isinstance(document, Mapping) or "attention_mask" not in document:
             return document  # type: ignore[return-value]  # tokens alone
         is_real = torch.as_tensor(document["attention_mask"]) != 0
-        names = [name for name in ("input_ids", "labels") if name in document]
-        return {name: torch.as_tensor(document[name])[is_real] for name in names}
+        parts = {name: torch.as_tensor(document[name]) for name in ("input_ids", "labels") if name in document}
+        return {name: part[is_real] if part.shape == is_real.shape else part for name, part in parts.items()}
 
 
 def additive_mask(document_ids: Tensor, causal: bool, dtype: torch.dtype) -> Tensor:

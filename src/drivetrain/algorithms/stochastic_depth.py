@@ -218,8 +218,9 @@ class StochasticDepth(ModelSurgery):
         if event is Event.BATCH_START:
             self._warmed_up = progress_to(self.drop_warmup, state, str(self))
         else:
-            # Without the rank: everybody draws the same.
+            # Without the rank: everybody draws the same. Among the state's, it is set back with them for a repeated pass.
             self._generator.manual_seed(derive_seed(state.seed, type(self).__name__))
+            state.generators[type(self).__name__] = self._generator
             super().apply(event, state, logger)
             self._blocks = stochastic_blocks(model_of(state, str(self)))
         self._set_rates()
@@ -237,6 +238,7 @@ class StochasticDepth(ModelSurgery):
         return {**super().config(), "target_layer_name": target.__name__ if isinstance(target, type) else target}
 
     def state_dict(self) -> StateDict:
+        # Also here, because another number of ranks gives the state's generators a seed for each rank.
         return {"generator": self._generator.get_state(), "warmed_up": self._warmed_up}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -4,46 +4,45 @@ As old as AlexNet (Krizhevsky et al., 2012). With `shift` also the images moved 
 count, in the weighting of Jordan's airbench (2024, arXiv 2404.00498): the two unshifted views have half of the weight.
 """
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from drivetrain.algorithms.random_translation import reflected
-from drivetrain.algorithms.utils.parts import check_images, first_tensor, map_tensors
+from drivetrain.algorithms.utils.parts import check_images, map_tensors
 from drivetrain.algorithms.utils.passes import autocast_of, call_model
-from drivetrain.context.batch import BatchKey
+from drivetrain.context.batch import BatchKey, batch_set
 from drivetrain.context.state import State
 from drivetrain.core import Algorithm, Event, Logger
 from drivetrain.core.arguments import check_counts
 
 
-def flip_views(x: Tensor, shift: int = 0) -> Iterator[tuple[float, Tensor]]:
-    """Yield the views of images (..., H, W), the images themselves first, each with its weight; the weights sum to one.
+def views_of(shift: int) -> list[tuple[float, int, bool]]:
+    """Return for each view its weight, by how much it is moved and whether it is mirrored; the images themselves come first.
 
-    >>> [weight for weight, _ in flip_views(torch.zeros(1, 1, 4, 4), shift=1)]
+    >>> [weight for weight, _, _ in views_of(1)]
     [0.25, 0.25, 0.125, 0.125, 0.125, 0.125]
     """
-    check_images(x, "flip_views")
-    check_counts("flip_views", 0, shift=shift)
-    sides = [(0.25, x), (0.125, _moved(x, -shift)), (0.125, _moved(x, shift))] if shift else [(0.5, x)]
-    for weight, side in sides:
-        yield weight, side
-        yield weight, side.flip(-1)
+    sides = [(0.25, 0), (0.125, -shift), (0.125, shift)] if shift else [(0.5, 0)]
+    return [(weight, by, is_flipped) for weight, by in sides for is_flipped in (False, True)]
+
+
+def view(x: Tensor, by: int, is_flipped: bool) -> Tensor:
+    """Return images (..., H, W) moved down and right by some pixels, their edges reflected, and mirrored if asked for."""
+    check_images(x, "TestTimeFlip")
+    for dimension in (-2, -1) if by else ():
+        size = x.shape[dimension]
+        x = x.index_select(dimension, reflected(torch.arange(size, device=x.device) - by, size))
+    return x.flip(-1) if is_flipped else x
 
 
 def average_flips(model: Callable[[Tensor], Tensor], x: Tensor, shift: int = 0) -> Tensor:
     """Return the weighted mean of a model's outputs over the views of images."""
-    return torch.stack([weight * _wide(model(view)) for weight, view in flip_views(x, shift)]).sum(0)
-
-
-def _moved(x: Tensor, by: int) -> Tensor:
-    """Return images moved down and right by some pixels, their edges reflected."""
-    for dimension in (-2, -1):
-        size = x.shape[dimension]
-        x = x.index_select(dimension, reflected(torch.arange(size, device=x.device) - by, size))
-    return x
+    check_counts("average_flips", 0, shift=shift)
+    return torch.stack([weight * _wide(model(view(x, *change))) for weight, *change in views_of(shift)]).sum(0)
 
 
 def _wide(output: Tensor) -> Tensor:
@@ -63,26 +62,17 @@ class TestTimeFlip(Algorithm):
         self.shift, self.input_key = shift, input_key
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        is_bare = isinstance(state.batch, Tensor)  # prediction takes inputs without targets
-        images = state.batch if is_bare else state.batch_get_item(self.input_key)
-        views = flip_views(first_tensor(images, str(self)), self.shift)
-        weight, _ = next(views)
-        total = map_tensors(lambda output: weight * _wide(output), state.outputs)
         batch = state.batch
-        try:
-            for weight, view in views:
-                if is_bare:
-                    state.batch = view
-                else:
-                    state.batch_set_item(self.input_key, view)
-                with torch.no_grad(), autocast_of(state):  # the size stays, so nothing is compiled again
-                    outputs = call_model(state, state.batch)
-                total = map_tensors(partial(_add, weight), total, outputs)
-        finally:
-            if is_bare:
-                state.batch = batch
-            else:
-                state.batch_set_item(self.input_key, images)
+        is_bare = isinstance(batch, Tensor)  # prediction takes inputs without targets
+        images = batch if is_bare else state.batch_get_item(self.input_key)
+        (weight, *_), *others = views_of(self.shift)
+        total = map_tensors(lambda output: weight * _wide(output), state.outputs)
+        for weight, by, is_flipped in others:
+            seen = map_tensors(partial(view, by=by, is_flipped=is_flipped), images)
+            changed = seen if is_bare else batch_set(copy.copy(batch), self.input_key, seen)
+            with torch.no_grad(), autocast_of(state):  # the size stays, so nothing is compiled again
+                outputs = call_model(state, changed)
+            total = map_tensors(partial(_add, weight), total, outputs)
         state.outputs = total
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drivetrain.context.batch import check_for_index_targets, ensure_targets_one_hot, infer_target_type
+from drivetrain.context.batch import ensure_targets_one_hot, infer_target_type
 from drivetrain.core import Callback, ConfigError, ConfigTypeError, DrivetrainWarning, Event, MissingExtra
 from drivetrain.core.containers import map_items
 from drivetrain.core.ordering import refers_to
@@ -298,13 +298,17 @@ def soft_cross_entropy(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Return the cross entropy for class indices or for one weight per class."""
+    """Return the cross entropy for class indices or for one weight per class.
+
+    The mean is over the weights of all targets, so that rows without any are ignored.
+    """
     if infer_target_type(input, target) == "indices":
         return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction)
     if reduction not in ("sum", "mean", "none"):
         raise ConfigError(f"reduction={reduction!r}: expected 'mean', 'sum' or 'none'.")
+    target = ensure_targets_one_hot(input, target)
     losses = F.cross_entropy(input, target, weight, reduction="none")
-    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.sum() / input.shape[0]
+    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.sum() / target.sum()
 
 
 def binary_cross_entropy_with_logits(
@@ -313,17 +317,14 @@ def binary_cross_entropy_with_logits(
     weight: Tensor | None = None,
     size_average: bool | None = None,
     reduce: bool | None = None,
-    reduction: str = "mean",
+    reduction: str = "sum",
     pos_weight: Tensor | None = None,
     scale_by_batch_size: bool = True,
 ) -> Tensor:
-    """Return the binary cross entropy per class, also for class indices; the mean is over samples, not over classes."""
-    if check_for_index_targets(target):
-        target = ensure_targets_one_hot(input, target)
-    scaled = scale_by_batch_size and reduction == "mean"
-    reduction = "sum" if scaled else reduction
+    """Return the binary cross entropy per class, also for class indices, divided by the number of samples."""
+    target = ensure_targets_one_hot(input, target)
     loss = F.binary_cross_entropy_with_logits(input, target, weight, size_average, reduce, reduction, pos_weight)
-    return loss / input.shape[0] if scaled else loss
+    return loss / input.shape[0] if scale_by_batch_size else loss
 
 
 loss_registry: dict[str, Callable[..., Tensor]] = {

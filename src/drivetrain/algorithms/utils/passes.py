@@ -42,8 +42,8 @@ def call_model(state: State, batch: object) -> Batch:
     """Return the model's outputs for a batch, which meets the model as it does in the loop.
 
     Algorithms that give the model more than the loader does (`prepare_batch(state, batch) -> batch`, which changes nothing else) do
-    so here too. A mapping is spread over those arguments that the model's `forward` has; of a tuple the first entry is the input, unless
-    the model computes its own loss.
+    so here too. A mapping is spread over those arguments that the model's `forward` has; of a tuple the first entries are the inputs, as
+    many as `forward` requires, unless the model computes its own loss.
     """
     model = bare_model(state)
     for algorithm in state.algorithms:
@@ -56,7 +56,7 @@ def call_model(state: State, batch: object) -> Batch:
         names = accepted_names(model)
         return model(**{name: value for name, value in batch.items() if names is None or name in names})
     if isinstance(batch, list | tuple):
-        return model(batch[0]) if has_loss else model(*batch)
+        return model(*batch[: num_inputs(model)]) if has_loss else model(*batch)
     return model(batch)
 
 
@@ -64,6 +64,15 @@ def own_loss(state: State) -> Callable[..., object] | None:
     """Return the model's method `loss(outputs, batch)`, or None where it has none."""
     loss = getattr(unwrap(state.model), "loss", None) if isinstance(state.model, nn.Module) else None
     return loss if inspect.ismethod(loss) and len(inspect.signature(loss).parameters) >= 2 else None
+
+
+def num_inputs(model: nn.Module) -> int:
+    """Return how many arguments the model's `forward` requires; one if that is not known."""
+    parameters = inspect.signature(unwrap(model).forward).parameters.values()
+    required = [
+        p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
+    ]
+    return max(1, len(required))
 
 
 def accepted_names(model: nn.Module) -> frozenset[str] | None:
@@ -76,7 +85,7 @@ def accepted_names(model: nn.Module) -> frozenset[str] | None:
 
 @contextmanager
 def without_trace(state: State) -> Iterator[None]:
-    """Restore the model's buffers and torch's generators afterwards: running statistics and dropout continue as without it."""
+    """Restore the model's buffers and all generators afterwards: running statistics and dropout continue as without it."""
     kept = [
         (module._buffers, name, buffer, None if buffer is None else buffer.clone())
         for module in bare_model(state).modules()
@@ -84,12 +93,15 @@ def without_trace(state: State) -> Iterator[None]:
     ]
     accelerator = None if state.device.type == "cpu" else torch.get_device_module(state.device)
     generators = torch.get_rng_state(), None if accelerator is None else accelerator.get_rng_state()
+    own = [(generator, generator.get_state()) for generator in state.generators.values()]
     try:
         yield
     finally:
         torch.set_rng_state(generators[0])
         if accelerator is not None:
             accelerator.set_rng_state(generators[1])
+        for generator, numbers in own:
+            generator.set_state(numbers)
         with torch.no_grad():
             for buffers, name, buffer, before in kept:
                 buffers[name] = buffer if buffer is None or before is None else buffer.copy_(before)
