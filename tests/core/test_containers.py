@@ -1,10 +1,11 @@
 """Attributes that a block changes are restored, also after an error."""
 
+from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
 
-from drivetrain.core.containers import with_attributes
+from drivetrain.core.containers import map_items, with_attributes
 
 
 def fail_inside(owner):
@@ -26,3 +27,13 @@ def test_an_attribute_that_does_not_exist_is_an_error_before_anything_changes():
     with pytest.raises(AttributeError), with_attributes(owner, given=2, missing=3):
         pass
     assert owner.given == 1
+
+
+class OwnConstructor(namedtuple("OwnConstructor", ["first", "second"])):
+    def __new__(cls, first):
+        return super().__new__(cls, first, first + 1)
+
+
+def test_namedtuple_with_a_constructor_of_its_own_is_rebuilt():
+    changed = map_items(OwnConstructor(1), str)
+    assert type(changed) is OwnConstructor and changed == ("1", "2")

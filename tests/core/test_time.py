@@ -7,7 +7,7 @@ from time import sleep
 
 import pytest
 
-from drivetrain.core.errors import ConfigTypeError, StateError, TimeUnitError
+from drivetrain.core.errors import ConfigError, ConfigTypeError, StateError, TimeUnitError
 from drivetrain.core.time import FIELDS, Clock, Interval, Time, Timestamp, elapsed_duration
 
 
@@ -198,3 +198,18 @@ def test_every_unit_is_read_from_the_clock(unit):
 
 def test_a_share_of_a_run_in_epochs_is_counted_in_batches():
     assert Interval(Time(0.5, "dur"), Time(3, "ep"), 10).every == Time(15, "ba")
+
+
+def test_share_of_zero_is_never_due_and_a_share_needs_the_length_of_the_run():
+    never = Interval(Time(0, "dur"), Time(10, "ep"), 5)
+    assert never.every.value == 0 and not any(never.passes(now) for now in range(60))
+    for count in ("reset", "due"):
+        with pytest.raises(TimeUnitError, match="fraction of the run"):
+            getattr(Interval(Time(0.1, "dur")), count)(Clock())  # it was counted in seconds
+
+
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_number_beyond_any_float_is_an_error_that_says_so(digits):
+    for unit in ("h", "s", "ep", "sec"):
+        with pytest.raises(ConfigError, match="larger than 1e18"):
+            Time.from_timestring("9" * digits + unit)

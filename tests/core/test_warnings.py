@@ -1,6 +1,7 @@
 """Every warning of ours has our category, so that strict runs can tell them from those of others."""
 
 import ast
+import pickle
 import warnings
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import drivetrain
 from drivetrain.core.errors import (
     DrivetrainDeprecationWarning,
     DrivetrainWarning,
+    MissingExtra,
     NoEffectWarning,
     NotIntendedUseWarning,
 )
+from drivetrain.runtime.launch import WorkerFailed
 
 OURS = {
     kind.__name__ for kind in (DrivetrainWarning, DrivetrainDeprecationWarning, NoEffectWarning, NotIntendedUseWarning)
@@ -62,3 +65,10 @@ def test_only_our_warnings_become_errors_when_strict():
         with warnings_as_errors(False):
             warnings.warn("of ours, not strict", DrivetrainWarning, stacklevel=1)
     assert [str(entry.message) for entry in seen] == ["of somebody else", "of ours, not strict"]
+
+
+def test_every_error_survives_the_way_between_processes():
+    missing = pickle.loads(pickle.dumps(MissingExtra("wandb", "wandb", "the sink")))
+    assert str(missing).count("needs the package") == 1 and missing.package == "wandb"
+    failed = pickle.loads(pickle.dumps(WorkerFailed("it failed", rank=3, exit_code=-9, traceback="line 1")))
+    assert (str(failed), failed.rank, failed.exit_code, failed.traceback) == ("it failed", 3, -9, "line 1")

@@ -5,6 +5,7 @@ import json
 import math
 import random
 import time
+from datetime import date, datetime
 
 import pytest
 
@@ -296,3 +297,18 @@ def test_what_is_dumped_is_read_back_equal():
 def test_dumping_what_is_not_plain_is_an_error():
     with pytest.raises(ConfigError, match="object"):
         dump_yaml({"a": object()})
+
+
+@pytest.mark.parametrize("character", ["\x7f", "\x85", "\x9f", "\u2028", "\u2029", "\uffff"])
+def test_json_keeps_characters_that_yaml_folds_or_rejects(character, tmp_path):
+    data = {f"k{character}": f"a{character}b"}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(data, ensure_ascii=False), encoding="utf-8")
+    assert load_yaml(path) == data
+    assert load(dump_yaml(data)) == data
+
+
+@pytest.mark.parametrize("value", [b"x", {1}, date(2026, 1, 2), datetime(2026, 1, 2)])
+def test_what_the_reader_would_reject_is_not_written(value):
+    with pytest.raises(ConfigError, match="cannot be written as YAML"):
+        dump_yaml({"a": [value]})

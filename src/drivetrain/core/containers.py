@@ -53,8 +53,8 @@ def with_attributes(owner: object, *kept: str, **values: object) -> Iterator[Non
 
 def same_tuple(like: tuple[object, ...], items: list[object]) -> Any:
     """Return a tuple of the type of `like`, which may be a namedtuple, with other items."""
-    make = cast(Any, type(like))
-    return make(*items) if is_namedtuple(like) else make(items)
+    kind = cast(Any, type(like))
+    return kind._make(items) if is_namedtuple(like) else kind(items)
 
 
 def map_items(value: object, change: Callable[[Any], object]) -> Any:

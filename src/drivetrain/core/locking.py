@@ -83,7 +83,7 @@ class FolderLock:
     """Hold the lock of one folder: `acquire()` returns whether it was free."""
 
     def __init__(self, folder: Path, name: str = RUN_LOCK):
-        self.path = folder / name
+        self.path = folder.absolute() / name
         self.holder: Owner | None = None
         """Who held the lock when `acquire()` returned False."""
         self._token = ""

@@ -133,7 +133,10 @@ ITERATION_FIELDS: tuple[str, ...] = (*(name for name in FIELDS if name.endswith(
 def unit_field(unit: TimeUnit) -> str:
     """Return the field of `Timestamp` that counts `unit` since the start of the run."""
     if unit is TimeUnit.DURATION:
-        raise TimeUnitError("'dur' is a fraction of the run: use the state's elapsed duration instead.")
+        raise TimeUnitError(
+            "'dur' is a fraction of the run and is not counted here: use another unit, such as 'ba' or 'ep', or the state's elapsed "
+            "duration."
+        )
     return _UNIT_FIELD[unit]
 
 
@@ -345,27 +348,27 @@ class Interval:
             share, unit = every.value * duration.value, duration.unit
             if unit is TimeUnit.EPOCH and batches_per_epoch:
                 share, unit = share * batches_per_epoch, TimeUnit.BATCH
-            every = Time(share if unit is TimeUnit.SECOND else max(1, round(share)), unit)
+            every = Time(share if unit is TimeUnit.SECOND or not share else max(1, round(share)), unit)
         self.every = every
         self.is_per_epoch = every.unit is TimeUnit.EPOCH
-        self._counter = "total_wct" if every.unit in (TimeUnit.SECOND, TimeUnit.DURATION) else every.unit.name.lower()
+        self._counter = _UNIT_FIELD.get(every.unit)  # a share of a run of unknown length is counted by the caller
         self._passed = 0
 
     def reset(self, clock: Clock) -> None:
         """Count from the clock's present time, so that a resumed run keeps its intervals."""
-        self.count_from(getattr(clock, self._counter))
+        self.count_from(self._now(clock))
 
     def count_from(self, now: float) -> None:
         """Count from `now`, in the interval's unit."""
-        self._passed = self._multiples(now)
+        self._passed = self.multiples(now)
 
     def due(self, clock: Clock) -> bool:
         """Return whether a multiple was passed since the last time this was true."""
-        return self.passes(getattr(clock, self._counter))
+        return self.passes(self._now(clock))
 
     def passes(self, now: float) -> bool:
         """Return whether `now`, in the interval's unit, has passed a multiple since the last time this was true."""
-        passed = self._multiples(now)
+        passed = self.multiples(now)
         if passed <= self._passed:
             return False
         self._passed = passed
@@ -380,7 +383,11 @@ class Interval:
         if state is not None and state["every"] == str(self.every):
             self._passed = int(state["passed"])
 
-    def _multiples(self, now: float) -> int:
+    def _now(self, clock: Clock) -> float:
+        return getattr(clock, self._counter or unit_field(self.every.unit))
+
+    def multiples(self, now: float) -> int:
+        """Return how many multiples of the interval lie before `now`."""
         every = self.every.value
         if every <= 0:
             return 0

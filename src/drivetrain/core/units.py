@@ -139,22 +139,23 @@ class Time(Ordered):
         text = timestring.strip().lower()
         if text and (parts := _CLOCK_FORM.fullmatch(text)):
             hours, minutes, seconds = (Decimal(part or 0) for part in parts.groups())
-            return cls(_number(hours * 3600 + minutes * 60 + seconds), TimeUnit.SECOND)
-        form = _COUNT_FORM.fullmatch(text)
-        if form is None:
-            raise ConfigError(f"{timestring!r} is not a time. {_FORMS}")
-        number, suffix = form.groups()
-        if suffix not in TimeUnit._value2member_map_:
-            near = nearest_name(suffix, TimeUnit._value2member_map_)
-            hint = f" Did you mean {number + near!r}?" if near else ""
-            raise ConfigError(f"{timestring!r} has an unknown time unit {suffix!r}.{hint} {_FORMS}")
-        try:
-            count = Decimal(number)
-        except InvalidOperation:
-            raise ConfigError(f"{timestring!r} is not a time. {_FORMS}") from None
+            count, unit = hours * 3600 + minutes * 60 + seconds, "sec"
+        else:
+            form = _COUNT_FORM.fullmatch(text)
+            if form is None:
+                raise ConfigError(f"{timestring!r} is not a time. {_FORMS}")
+            number, unit = form.groups()
+            if unit not in TimeUnit._value2member_map_:
+                near = nearest_name(unit, TimeUnit._value2member_map_)
+                hint = f" Did you mean {number + near!r}?" if near else ""
+                raise ConfigError(f"{timestring!r} has an unknown time unit {unit!r}.{hint} {_FORMS}")
+            try:
+                count = Decimal(number)
+            except InvalidOperation:
+                raise ConfigError(f"{timestring!r} is not a time. {_FORMS}") from None
         if count and count.adjusted() > _LARGEST_EXPONENT:
             raise ConfigError(f"{timestring!r} is larger than 1e{_LARGEST_EXPONENT}, the limit.")
-        return cls(_number(count), TimeUnit(suffix))
+        return cls(_number(count), unit)
 
     @classmethod
     def from_input(cls, value: TimeLike, default_int_unit: TimeUnit | str | None = None) -> "Time":
@@ -285,7 +286,7 @@ def _checked(value: int | float, unit: TimeUnit) -> int | float:
         if not isinstance(value, float):
             raise ConfigTypeError(f"a time needs a number, not {value!r} ({type(value).__name__}).") from None
         number = value
-    if isinstance(value, bool) or not math.isfinite(number):
+    if isinstance(value, bool) or not -math.inf < number < math.inf:
         raise ConfigTypeError(f"a time needs a finite number, not {value!r}.")
     if isinstance(number, float) and unit not in REAL_UNITS:
         if not number.is_integer():

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import date, datetime
 from pathlib import Path
 from typing import IO, Any
 
@@ -187,6 +188,12 @@ for _kind, (_pattern, _first) in _SCALARS.items():
     StrictLoader.add_implicit_resolver(_CORE + _kind, _pattern, _first)
     _StrictDumper.add_implicit_resolver(_CORE + _kind, _pattern, _first)
 StrictLoader.add_implicit_resolver(_CORE + "merge", re.compile(r"^<<$"), ["<"])
+for _unreadable in (bytes, set, date, datetime):
+    _StrictDumper.add_representer(_unreadable, _StrictDumper.represent_undefined)
+# PyYAML folds a line that this character ends, and reads it back as a space.
+_StrictDumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar(_CORE + "str", text, style='"' if "\x85" in text else None)
+)
 _StrictDumper.add_representer(tuple, lambda dumper, data: dumper.represent_sequence("!tuple", data, flow_style=True))
 
 
@@ -354,11 +361,15 @@ def _read_file(path: Path, error: type[Exception]) -> bytes:
 _SURROGATES = re.compile(r"(?<!\\)((?:\\\\)*)\\u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})")
 
 
+_JSON_ONLY = re.compile("[\x7f-\x9f\u2028\u2029\ufffe\uffff]")
+
+
 def _json_as_yaml(text: str) -> str:
-    """Rewrite the two things JSON allows and YAML does not: tabs between tokens, and characters as surrogate pairs."""
+    """Rewrite what JSON allows and YAML does not: tabs between tokens, characters as surrogate pairs, and others as they are."""
 
     def character(match: re.Match[str]) -> str:
         high, low = int(match[2], 16), int(match[3], 16)
         return match[1] + chr(0x10000 + ((high - 0xD800) << 10) + (low - 0xDC00))
 
-    return _SURROGATES.sub(character, text.replace("\t", " "))
+    text = _JSON_ONLY.sub(lambda match: f"\\u{ord(match[0]):04x}", text.replace("\t", " "))  # only text can hold them
+    return _SURROGATES.sub(character, text)
