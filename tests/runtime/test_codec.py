@@ -229,3 +229,22 @@ def test_what_cannot_be_plain_data_is_named_with_its_path():
     cycle.append({"again": cycle})
     with pytest.raises(StateError, match="contains itself"):
         pack(cycle)
+
+
+class Doubled(namedtuple("Doubled", "x y")):
+    def __new__(cls, x):
+        return super().__new__(cls, x, 2 * x)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.datetime64("2026-01-02T03:04:05.123456789"), np.timedelta64(5, "ns"), np.timedelta64("NaT"), Doubled(4)],
+)
+def test_times_of_numpy_and_namedtuples_with_their_own_constructor_come_back(value):
+    back = unpack(through_file(pack({"value": value})), live=value)["value"]
+    assert type(back) is type(value) and repr(back) == repr(value)
+
+
+def test_masked_array_is_rejected_because_its_mask_would_be_lost():
+    with pytest.raises(StateError, match="MaskedArray"):
+        pack({"seen": np.ma.array([1.0, 2.0], mask=[False, True])})

@@ -31,6 +31,9 @@ TENSORS = [
     torch.randn(3, dtype=torch.bfloat16),
     torch.randn(2, dtype=torch.complex64),
     torch.empty(0, 4),
+    torch.arange(4.0).reshape(2, 2)[:1, 1],  # contiguous, with a stride of 2
+    torch.tensor([1 + 2j]).conj(),
+    torch.tensor([1 + 2j, 3j]).conj().imag,
     torch.ones(2, requires_grad=True),
 ]
 
@@ -102,6 +105,22 @@ def test_value_that_cannot_travel_fails_on_every_rank_and_the_world_goes_on(worl
     assert "function" in messages[0] and "dict" in messages[1] and "to_dense()" in messages[2]
 
 
+class Unwilling:
+    def __reduce__(self):
+        raise ValueError("not \ud800 today")
+
+
+@pytest.mark.parametrize("value", [Unwilling(), torch.empty(1, device="meta")])
+def test_any_error_of_packing_becomes_a_note_for_all_ranks(value):
+    def prepare(item):
+        return collectives._take_tensors(item, [])
+
+    cyclic = [value]
+    cyclic.append(cyclic)
+    for one in (value, {"inside": value}, cyclic):
+        assert collectives._encoded(one, prepare)[:1] == b"x"
+
+
 def _values_of_all():
     rank = get_rank()
     return collectives.all_gather_values({"rank": rank, "text": "x" * rank})
@@ -132,6 +151,8 @@ def _gather_odd_ones():
     scalars = collectives.gather_rows(torch.tensor(float(rank)))
     unknown_width = collectives.gather_rows(torch.empty(0) if rank == 0 else torch.ones(1, 2, dtype=torch.int32))
     nothing = collectives.gather_rows(torch.empty(0))
+    sparse = collectives.gather_rows(torch.eye(2).to_sparse() if rank else torch.eye(2))
+    assert torch.equal(sparse, torch.cat([torch.eye(2)] * 2))
     with pytest.raises(DistributedError, match=r"rank 0: \[1, 1\] torch.float32, rank 1: \[1, 2\]"):
         collectives.gather_rows(torch.ones(1, rank + 1))
     with pytest.raises(DistributedError, match=r"torch\.int64"):

@@ -98,7 +98,13 @@ def test_torchrun_inside_srun_wins():
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("n1", "n1"), ("n1,n2", "n1"), ("gpu-[07-09,12],x", "gpu-07"), ("r[1,3]-ib", "r1-ib"), ("a.b.c,d", "a.b.c")],
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("gpu-[07-09,12],x", "gpu-07"),
+        ("r[1,3]-ib", "r1-ib"),
+        ("r[1-2]n[03-9]x,y", "r1n03x"),
+    ],
 )
 def test_first_host_of_a_slurm_node_list(nodes, first):
     assert first_slurm_host(nodes) == first

@@ -100,6 +100,11 @@ def _unpack_enum(content: Content, unpacker: "Unpacker", path: str) -> Enum:
     return enum_member(cls, unpacker.unpack(content, path))
 
 
+def _is_array(value: object) -> bool:
+    # A mask would be lost, and objects need pickle.
+    return isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray) and not value.dtype.hasobject
+
+
 def _pack_array(value: np.ndarray, packer: "Packer", path: str) -> object:
     try:
         owned = value.flags.writeable and min(value.strides, default=0) >= 0
@@ -233,8 +238,9 @@ def _pack_fields(value: Any, packer: "Packer", path: str) -> StateDict:
 
 
 def _unpack_namedtuple(content: Content, unpacker: "Unpacker", path: str) -> object:
-    cls = unpacker.find_class(content["class"], "namedtuple")
-    return cls(**{name: unpacker.unpack(item, path) for name, item in content["fields"].items()})
+    cls: Any = unpacker.find_class(content["class"], "namedtuple")
+    values = {name: unpacker.unpack(item, path) for name, item in content["fields"].items()}
+    return cls._make(values[name] for name in cls._fields)  # its own __new__ may take other arguments
 
 
 def _unpack_dataclass(content: Content, unpacker: "Unpacker", path: str) -> object:
@@ -267,8 +273,12 @@ def _needs_pairs(value: object) -> bool:
 
 VALUE_CODERS: tuple[Coder, ...] = (
     Coder("enum", lambda value: isinstance(value, Enum), _pack_enum, _unpack_enum),
-    Coder(
-        "ndarray", lambda value: isinstance(value, np.ndarray) and not value.dtype.hasobject, _pack_array, _unpack_array
+    Coder("ndarray", _is_array, _pack_array, _unpack_array),
+    Coder(  # item() of one is a bare number, or a date of less precision
+        "numpy_time",
+        lambda value: isinstance(value, np.datetime64 | np.timedelta64),
+        lambda value, packer, path: _pack_array(np.asarray(value), packer, path),
+        lambda content, unpacker, path: _unpack_array(content, unpacker, path)[()],
     ),
     # In text, because torch's restricted reader cannot read empty bytes.
     _simple("bytes", bytes, _base64, _read_base64),

@@ -147,7 +147,7 @@ def gather_rows(tensor: Tensor) -> Tensor:
     An empty tensor without further dimensions fits rows of any shape, so that a rank without results need not know
     theirs.
     """
-    rows = tensor.detach()
+    rows = tensor.detach().to_dense()  # one rank with a sparse tensor must not leave the others waiting
     rows = rows.unsqueeze(0) if rows.ndim == 0 else rows
     if not is_distributed():
         return rows
@@ -168,7 +168,7 @@ def gather_rows(tensor: Tensor) -> Tensor:
     group, device = _carrier(rows.device, group)
     padded = torch.zeros((longest, *row_shape), dtype=dtype, device=device)
     padded[: rows.shape[0]] = rows.reshape(rows.shape[0], *row_shape)
-    as_bytes = _bytes_of(padded)
+    as_bytes = bytes_of(padded)
     received = [torch.empty_like(as_bytes) for _ in kinds]
     dist.all_gather(received, as_bytes, group=group)
     parts = [part.view(dtype).reshape(padded.shape)[: shape[0]] for part, (shape, _) in zip(received, kinds)]
@@ -194,22 +194,25 @@ def _carrier(device: torch.device, group: _Group = None) -> tuple[_Group, torch.
 def _broadcast_tensor(tensor: Tensor) -> Tensor:
     """Send rank 0's tensor, or fill this one with it, and return it on its own device."""
     group, device = _carrier(tensor.device)
-    as_bytes = _bytes_of(tensor.detach().to(device))
+    as_bytes = bytes_of(tensor.to(device))
     if as_bytes.numel():
         dist.broadcast(as_bytes, src=0, group=group)
     return as_bytes.view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """View a tensor as bytes: every backend carries those, whatever the dtype."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+def bytes_of(tensor: Tensor) -> Tensor:
+    """View a tensor as bytes: every backend and every file carries those, whatever the dtype."""
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # A tensor of one element may have any stride and still be contiguous.
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def _take_tensors(value: object, found: list[Tensor]) -> object:
     """Return `value` with a slot in place of each tensor, and collect the tensors in order."""
     if isinstance(value, Tensor):
-        if value.layout is not torch.strided or hasattr(value, "full_tensor"):
-            raise TypeError("only dense tensors can be sent; call to_dense(), or full_tensor() for a sharded one")
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta or hasattr(value, "full_tensor"):
+            way_out = "call to_dense(), dequantize(), or full_tensor() for a sharded one"
+            raise TypeError(f"only dense tensors with values can be sent; {way_out}")
         found.append(value)
         return _TensorSlot(tuple(value.shape), value.dtype, value.device.type)
     return map_items(value, lambda item: _take_tensors(item, found))
@@ -232,9 +235,9 @@ def _encoded(value: object, prepare: Callable[[Any], object] = lambda value: val
         except CheckpointError:  # not plain data
             return bytes([_PICKLED]) + pickle.dumps(prepared)
         return bytes([_PLAIN]) + text.encode()
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except Exception as error:  # whatever it is, the other ranks wait for a message
         advice = "Send plain values, and build the object from them on every rank."
-        return bytes([_UNSENDABLE]) + f"{type(value).__name__} ({error}). {advice}".encode()
+        return bytes([_UNSENDABLE]) + f"{type(value).__name__} ({error}). {advice}".encode(errors="replace")
 
 
 def _decoded(message: bytes) -> Any:

@@ -126,13 +126,13 @@ def first_slurm_host(nodes: str) -> str:
     >>> first_slurm_host("gpu-[07-09,12],login1")
     'gpu-07'
     """
-    first = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes.strip())
+    first = re.match(r"[^\[,](?:[^\[,]|\[\w[^\]]*\])*", nodes.strip())
     if first is None:
         raise DistributedError(
             f"the SLURM node list {nodes!r} has no host, so the address of rank 0 is unknown. Set MASTER_ADDR "
             "to its host name."
         )
-    return "".join(part or "" for part in first.groups())
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
 
 
 def seconds_from(variable: str, default: float | None) -> float | None:

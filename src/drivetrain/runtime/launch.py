@@ -48,7 +48,7 @@ PRECISIONS = ("no", "fp16", "bf16", "fp8")
 class WorkerFailed(DistributedError):
     """A worker of a launch failed. `rank`, `exit_code` (negative: signal) and `traceback` describe which and how."""
 
-    def __init__(self, message: str, *, rank: int, exit_code: int, traceback: str | None):
+    def __init__(self, message: str, *, rank: int = 0, exit_code: int = 1, traceback: str | None = None):
         super().__init__(message)
         self.rank, self.exit_code, self.traceback = rank, exit_code, traceback
 
