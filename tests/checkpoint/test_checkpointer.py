@@ -400,3 +400,21 @@ def test_a_stop_signal_ends_the_process_in_good_order_also_with_a_state_that_is_
     with pytest.raises(SystemExit) as left:
         keeper.step()
     assert left.value.code == 143 and ids(keeper) == []
+
+
+def test_program_that_changes_its_folder_saves_where_it_began(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    with Checkpointer(make_context(), every="1ba", dir="checkpoints", signals=False) as keeper:
+        keeper.step()
+        monkeypatch.chdir(tmp_path / "b")
+        keeper.step()
+        assert len(ids(keeper)) == 2 and keeper.restore().step == 2
+    assert not list((tmp_path / "b").iterdir()) and not (tmp_path / "a/checkpoints/writer.lock").exists()
+
+
+def test_folder_may_be_called_like_a_checkpoint(tmp_path):
+    folder = tmp_path / "checkpoint-run1"
+    with Checkpointer(make_context(), dir=folder, signals=False) as keeper:
+        keeper.save("first")
+        assert keeper.restore().id == "first"

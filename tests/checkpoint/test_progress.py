@@ -2,10 +2,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from drivetrain.checkpoint.checkpointer import Checkpointer
 from drivetrain.checkpoint.progress import Progress, Schedule
 from drivetrain.context.context import Context
+from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError
-from drivetrain.core.time import Clock, Time
+from drivetrain.core.time import Clock, Time, TimeUnit
 
 
 def test_a_clock_is_read_and_without_one_calls_are_counted():
@@ -13,7 +15,7 @@ def test_a_clock_is_read_and_without_one_calls_are_counted():
     progress = Progress(Context(clock=clock))
     clock.next_batch(samples=8, tokens=100, stepped=False)
     clock.next_batch(samples=8, tokens=100)
-    assert progress.snapshot() | {"sec": 0} == {"ep": 0, "ba": 2, "st": 1, "sp": 16, "tok": 200, "sec": 0}
+    assert progress.snapshot() | {"sec": 0} == {"ep": 0, "ba": 2, "st": 1, "sp": 16, "tok": 200, "iter": 0, "sec": 0}
     assert progress.checkpoint_id() == "ep0-ba2"
     progress = Progress(Context(x=1))
     progress.num_calls = 7
@@ -59,3 +61,14 @@ def test_fractions_of_a_run_are_counted_without_rounding_errors():
 def test_a_unit_nobody_counts_is_refused_with_those_that_are():
     with pytest.raises(ConfigError, match="'3tok' cannot be counted.* counts ba, st, sec"):
         Progress(Context(x=1)).check_unit(Time(3, "tok"), "every")
+
+
+def test_every_unit_that_is_counted_is_in_the_manifest(tmp_path):
+    """Retention by `keep_every` reads them there: shares of a run and iterations were missing, and all checkpoints removed."""
+    state = State(max_duration="8ba")
+    with Checkpointer(state, every="1ba", keep=1, keep_every="0.25dur", dir=tmp_path, signals=False) as keeper:
+        for _ in range(8):
+            state.clock.next_batch(samples=3)
+            keeper.step()
+        assert [entry.manifest.progress["ba"] for entry in keeper.list()] == [2, 4, 6, 8]
+        assert keeper.list()[0].manifest.progress.keys() == set(TimeUnit)

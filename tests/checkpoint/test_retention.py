@@ -47,3 +47,12 @@ def test_the_first_at_or_after_each_multiple_stays_for_ever():
 def test_a_wrong_mode_is_refused():
     with pytest.raises(ConfigError, match="'max'"):
         Best("loss", "maxx")
+
+
+@pytest.mark.parametrize(("unit", "every"), [("dur", 0.1), ("iter", 2), ("sec", 0.1)])
+def test_every_unit_has_milestones(unit, every):
+    found = {
+        Path(str(number)): Manifest(id=str(number), sequence=number, progress={unit: every * 10 * number / 10})
+        for number in range(1, 31)
+    }
+    assert milestones(found, Time(every, unit)) == set(found)

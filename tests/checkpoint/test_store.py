@@ -89,3 +89,9 @@ def test_a_metric_is_one_number(tmp_path):
     save_checkpoint({}, 1, path=tmp_path, metric=torch.tensor(0.5))
     with pytest.raises(ConfigError, match="one number"):
         save_checkpoint({}, 2, path=tmp_path, metric="good")
+
+
+def test_versions_of_modules_in_a_bare_state_dict_are_kept(tmp_path):
+    state = torch.nn.BatchNorm1d(2).state_dict()
+    save_checkpoint(state, 1, path=tmp_path)
+    assert load_checkpoint(tmp_path)._metadata == state._metadata

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from drivetrain.checkpoint.store import load_checkpoint, save_checkpoint
 from drivetrain.checkpoint.tree import flatten, parse_structure, tensor_names, unflatten
 from drivetrain.core.errors import CheckpointError
 from drivetrain.runtime.codec import DEPTH_LIMIT
@@ -244,3 +245,10 @@ def test_values_of_one_rank_are_kept_aside():
 def test_nan_and_infinity_survive():
     back = round_trip([math.nan, math.inf, -math.inf, complex(math.nan, -0.0)])
     assert math.isnan(back[0]) and back[1:3] == [math.inf, -math.inf] and math.copysign(1, back[3].imag) == -1
+
+
+def test_tensor_may_have_a_name_that_the_file_format_uses_or_cannot_write(tmp_path):
+    state = {"__metadata__": torch.ones(2), "\ud800": torch.zeros(1), "plain": torch.ones(1)}
+    save_checkpoint(state, 1, path=tmp_path)
+    loaded = load_checkpoint(tmp_path)
+    assert loaded.keys() == state.keys() and all(torch.equal(loaded[name], state[name]) for name in state)

@@ -1,8 +1,10 @@
 """Whatever instant a writer dies at, a whole checkpoint remains."""
 
+import errno
 import os
 import resource
 import shutil
+import stat
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -213,3 +215,42 @@ def test_an_error_in_the_rename_brings_the_old_checkpoint_back(tmp_path, monkeyp
     with pytest.raises(WriteFailedError, match="no"):
         save(tmp_path, 1, 2.0)
     assert names(tmp_path) == ["checkpoint-1", "last"] and newest_value(tmp_path) == 1.0
+
+
+def test_leftover_of_another_user_does_not_stop_a_save(tmp_path, monkeypatch):
+    (tmp_path / ".tmp-checkpoint-1-aa").mkdir(parents=True)
+
+    def denied(path):
+        if path.name == ".tmp-checkpoint-1-aa":
+            raise PermissionError(13, "Permission denied", str(path))
+        return lock_path(path)
+
+    monkeypatch.setattr(writer, "lock_path", denied)
+    save(tmp_path, 2, 2.0)
+    assert newest_value(tmp_path) == 2.0
+
+
+def test_file_system_that_cannot_flush_folders_still_saves(tmp_path, monkeypatch):
+    real = os.fsync
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    save(tmp_path, 1, 1.0)
+    assert newest_value(tmp_path) == 1.0
+
+
+def test_tensors_are_written_whatever_their_strides(tmp_path):
+    table = torch.arange(6.0).reshape(3, 2)
+    tensors = {
+        "one": table[:1, 1],
+        "column": table[:, 1],
+        "turned": table.t(),
+        "negated": torch.tensor([2j]).conj().imag,
+    }
+    write_checkpoint(tmp_path, 1, take_snapshot(tensors))
+    loaded = CheckpointReader().read_newest(tmp_path).state
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.layout import FileEntry
 from drivetrain.checkpoint.tree import SAFETENSORS_DTYPES, flatten
 from drivetrain.core.errors import CheckpointError, ConfigError, unknown_name
 from drivetrain.core.files import replacing
+from drivetrain.runtime.collectives import bytes_of
 from drivetrain.runtime.ranks import is_master
 
 PIECE = 8 * 2**20
@@ -81,8 +81,7 @@ def safetensors_pieces(
     yield struct.pack("<Q", len(text)) + text
     for key in order:
         if tensors[key].numel():
-            whole = tensors[key].detach().cpu().resolve_conj().resolve_neg().contiguous()
-            data = whole.reshape(-1).view(torch.uint8).numpy().data  # of a contiguous CPU tensor, not a copy
+            data = bytes_of(tensors[key].cpu()).numpy().data  # of a contiguous CPU tensor, not a copy
             for begin in range(0, len(data), PIECE):
                 yield data[begin : begin + PIECE]
 
@@ -107,6 +106,9 @@ def flush_folder(folder: Path) -> None:
         return
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):  # file systems that flush files only
+            raise
     finally:
         os.close(descriptor)
 

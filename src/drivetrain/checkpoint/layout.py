@@ -27,7 +27,7 @@ from typing import Literal, Self, get_args
 from drivetrain.core.arguments import check_choice
 from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.files import is_regular, open_to_read, read_limited
-from drivetrain.core.time import Time
+from drivetrain.core.time import Interval, Time
 from drivetrain.core.types import StateDict
 
 FORMAT = "drivetrain-checkpoint"
@@ -112,7 +112,7 @@ class Manifest:
     run: str = ""
     created: str = ""
     progress: Mapping[str, float] = field(default_factory=dict)
-    """How far the run was, by unit: `ep`, `ba`, `st`, `sp`, `tok`, `sec`."""
+    """How far the run was, by unit: those of `TimeUnit` that it counts."""
     world_size: int = 1
     seed: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -354,7 +354,7 @@ def milestones(checkpoints: Mapping[Path, Manifest], every: Time) -> set[Path]:
     """Return the first checkpoint at or after each multiple of `every`."""
     first: dict[int, Path] = {}
     for folder, manifest in sorted(checkpoints.items(), key=lambda item: item[1].sequence):
-        interval = math.floor(manifest.progress.get(every.unit.value, 0) / every.value)
+        interval = Interval(every).multiples(manifest.progress.get(every.unit.value, 0))
         if interval > 0:
             first.setdefault(interval, folder)
     return set(first.values())

@@ -15,7 +15,7 @@ from typing import Any
 from drivetrain.checkpoint.layout import Manifest
 from drivetrain.checkpoint.reader import Rejected
 from drivetrain.core.errors import ConfigError
-from drivetrain.core.time import Interval, Time, TimeUnit
+from drivetrain.core.time import Interval, Time, TimeUnit, unit_field
 from drivetrain.core.types import Settings, StateDict
 from drivetrain.runtime.collectives import start_agree_any
 from drivetrain.runtime.ranks import get_num_processes, is_master
@@ -23,8 +23,6 @@ from drivetrain.runtime.seeds import restore_rng
 
 _continued: "weakref.WeakKeyDictionary[object, Mapping[str, float]]" = weakref.WeakKeyDictionary()
 """Counters of restored sources: a Checkpointer created afterwards continues from them."""
-
-_CLOCK_FIELDS = {"ep": "epoch", "ba": "batch", "st": "step", "sp": "sample", "tok": "token", "sec": "total_wct"}
 
 
 class Progress:
@@ -62,7 +60,7 @@ class Progress:
 
     def snapshot(self) -> dict[str, float]:
         """Return the known counters, for the manifest."""
-        values = {unit: self._read(TimeUnit(unit)) for unit in _CLOCK_FIELDS}
+        values = {unit.value: self._read(unit) for unit in TimeUnit}
         return {unit: value for unit, value in values.items() if value is not None}
 
     def resume(self, saved: Mapping[str, float]) -> None:
@@ -92,7 +90,7 @@ class Progress:
             elapsed = self._earlier_seconds + time.monotonic() - self._started
             return max(elapsed, getattr(clock, "total_wct", 0.0))
         if clock is not None:
-            return getattr(clock, _CLOCK_FIELDS.get(unit.value, unit.name.lower()), None)
+            return getattr(clock, unit_field(unit), None)
         if unit in (TimeUnit.BATCH, TimeUnit.STEP):
             return self.num_calls
         epoch = getattr(self._source, "epoch", None)

@@ -291,6 +291,7 @@ def find_checkpoint_path(path: Path) -> CheckpointPath:
             f"{path} does not exist. Expected a checkpoint folder, a run folder, or a .pt, .pth or .safetensors file."
         )
     inner = path / layout.CHECKPOINTS
-    if path.name.startswith(layout.PREFIX) or (not inner.is_dir() and (path / layout.STATE).is_file()):
-        return CheckpointPath("checkpoint", path)
-    return CheckpointPath("directory", inner if inner.is_dir() else path)
+    if inner.is_dir() or layout.checkpoint_folders(path):  # also a folder of runs that is called checkpoint-...
+        return CheckpointPath("directory", inner if inner.is_dir() else path)
+    is_checkpoint = path.name.startswith(layout.PREFIX) or (path / layout.STATE).is_file()
+    return CheckpointPath("checkpoint" if is_checkpoint else "directory", path)

@@ -49,7 +49,7 @@ def take_snapshot(
     is_context = not isinstance(source, Mapping)
     try:
         with referring(source, folder, exchange) as write_side_file:
-            state = source.state_dict() if is_context else pack(dict(source))
+            state = source.state_dict() if is_context else pack(source if isinstance(source, dict) else dict(source))
     except StateError as error:
         if is_context:
             raise

@@ -112,7 +112,7 @@ def best_folder(directory: Path) -> Path:
 def checkpoint_directory(path: str | Path | None) -> Path:
     """Return the folder for checkpoints: the one given, else the current run's."""
     if path is not None:
-        return Path(path)
+        return Path(path).absolute()  # the program may change its working directory
     run = current_run()
     if run is None:
         raise CheckpointError(

@@ -148,7 +148,7 @@ class _Flattener:
         self.flat, self._is_local = FlatState(), is_local
         self._seen: dict[tuple[object, ...], dict[str, str]] = {}
         self._alive: list[Tensor] = []  # a freed tensor's address may be given out again during the walk
-        self._names: set[str] = set()
+        self._names = {"__metadata__"}  # the header of a safetensors file uses this name itself
 
     def local(self, value: object, path: str) -> object:
         """Take a value of one rank alone out of the state."""
@@ -183,7 +183,7 @@ class _Flattener:
         return reference
 
     def _unique(self, path: str) -> str:
-        name = base = path or "value"
+        name = base = (path or "value").encode(errors="backslashreplace").decode()
         count = 1
         while name in self._names:
             count += 1

@@ -13,7 +13,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -154,17 +154,17 @@ def sweep(directory: Path) -> None:
     for path in directory.glob(f"{layout.REMOVED}*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in directory.glob(f"{TEMPORARY}*"):
-        try:
+        with suppress(OSError):  # a living writer holds it, or another user
             lock = lock_path(path)
-        except BlockingIOError:
-            continue
-        if lock is None:
-            continue  # no locks here: a living writer cannot be distinguished from a dead one, so nothing is taken away
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-        os.close(lock)
+            if lock is None:
+                continue  # no locks here: a living writer cannot be distinguished from a dead one, so nothing is taken away
+            try:
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+            finally:
+                os.close(lock)
 
 
 def remove_folder(path: Path) -> None:
