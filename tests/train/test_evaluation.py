@@ -192,6 +192,21 @@ def test_an_evaluation_that_a_signal_left_out_comes_after_resuming(tmp_path):
     assert all(map(torch.equal, weights(resumed.model), weights(whole.model)))
 
 
+def test_an_evaluation_at_the_end_of_an_epoch_that_a_signal_cut_short_is_made_again(tmp_path):
+    class Interrupt(TrainerCallback):
+        def on_eval_step_end(self, trainer, batch, batch_output, **kwargs):
+            if trainer.state.clock.batch == 3 and not trainer.state.is_intermediate:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def run(*callbacks, **kwargs):
+        trainer = make_trainer(callbacks=callbacks)
+        return train(trainer, num_epochs=3, eval_dataset=make_data(16), eval_interval="3ba", **kwargs)
+
+    with pytest.raises(SystemExit):
+        run(Interrupt(), checkpoint_dir=tmp_path)
+    assert repr(run(checkpoint_dir=tmp_path, resume_from="auto")) == repr(run())
+
+
 # ---------------------------------------------------------------------- several sets
 
 

@@ -1,16 +1,18 @@
 """The training loop against hand-written ones."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from drivetrain.core.errors import NonFiniteLossError, StopTrainingError
+from drivetrain.algorithms import MixUp
+from drivetrain.core.errors import ConfigError, NonFiniteLossError, StopTrainingError
 from drivetrain.train.callbacks import TerminateOnNaNCallback, TrainerCallback
 from drivetrain.train.trainer import Trainer
-from tests.train.tasks import Losses, make_data, make_model, make_trainer, train, weights
+from tests.train.tasks import Lines, Losses, make_data, make_model, make_trainer, train, weights
 
 
 def plain_loop(model, data, batches, lr=0.1, epochs=1, clip=None):
@@ -248,7 +250,7 @@ def test_an_optimizer_that_clears_its_own_way_is_asked_to():
     model = make_model()
     trainer = Trainer(model, nn.functional.cross_entropy, Counting(model.parameters(), lr=0.1), callbacks=())
     train(trainer, make_data(16))
-    assert cleared == [True, True]
+    assert cleared == [True, True, True]  # before the first step, and after each
     trainer = make_trainer()
     train(trainer, make_data(16))
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
@@ -652,3 +654,63 @@ def test_a_scheduler_of_composers_form_follows_the_run(ratio):
     train(trainer, make_data(40), num_epochs=None, max_duration="4ep", create_scheduler_fn=LinearScheduler())
     steps = int(20 * ratio)
     assert rates == pytest.approx([0.1 * (1 - k / steps) for k in range(steps)])
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+@pytest.mark.parametrize("interruption", ["window", "error"])
+def test_gradients_of_an_interrupted_run_do_not_reach_the_next_one(interruption, is_set):
+    class Fail(TrainerCallback):
+        def after_backward(self, state, logger):
+            if interruption == "error" and trainer.callback_handler.callbacks:
+                raise RuntimeError("in the middle of a step")
+
+    def make(model, callbacks=()):
+        rates = (0.1, 0.05)
+        optimizers = [torch.optim.SGD(part.parameters(), lr=lr) for part, lr in zip((model[0], model[3]), rates)]
+        groups = [{"params": part.parameters(), "lr": lr} for part, lr in zip((model[0], model[3]), rates)]
+        optimizer = dict(zip("ab", optimizers)) if is_set else torch.optim.SGD(groups)
+        return make_trainer(model, optimizer=optimizer, callbacks=callbacks)
+
+    trainer = make(make_model(), [Fail()])
+    with pytest.raises(RuntimeError) if interruption == "error" else nullcontext():
+        train(trainer, num_epochs=None, max_duration="1ba", gradient_accumulation_steps=2)
+    trainer.callback_handler.clear_callbacks()
+    plain = make_model()
+    plain.load_state_dict(trainer.model.state_dict())
+    train(trainer, gradient_accumulation_steps=2)
+    train(make(plain), gradient_accumulation_steps=2)
+    assert all(map(torch.equal, weights(trainer.model), weights(plain)))
+
+
+def test_lr_find_counts_updates_and_logs_and_saves_nothing(tmp_path):
+    logger, data = Lines(), make_data()
+    trainer = make_trainer(loggers=[logger], algorithms=[MixUp()], seed=1)
+    loader = DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))
+    result = trainer.lr_find(loader, num_steps=15, gradient_accumulation_steps=2, checkpoint_dir=tmp_path / "a")
+    assert len(result.lrs) == len(result.losses) == 15 and not logger.lines and not (tmp_path / "a").exists()
+    trainer.train(loader, num_epochs=2)
+    other = make_trainer(algorithms=[MixUp()], seed=1)
+    other.train(DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3)), num_epochs=2)
+    assert all(map(torch.equal, weights(trainer.model), weights(other.model)))
+    with pytest.raises(ConfigError, match="one torch optimizer"):
+        Trainer(make_model(), nn.CrossEntropyLoss(), None, callbacks=()).lr_find(data)
+
+
+def test_loggers_do_not_see_the_sanity_evaluation():
+    logger = Lines()
+    train(make_trainer(loggers=[logger]), eval_dataset=make_data(), sanity_eval_batches=1)
+    assert not logger.series("intermediate_eval_loss") and logger.series("eval_loss_epoch")
+
+
+def test_evaluate_inside_a_run_keeps_the_run():
+    class Test(TrainerCallback):
+        def on_train_epoch_end(self, trainer, **kwargs):
+            found.append(trainer.evaluate(make_data(8), collate_fn=torch.utils.data.default_collate))
+
+    found: list[dict[str, float]] = []
+    trainer, plain = make_trainer(callbacks=[Test()]), make_trainer()
+    history = train(trainer, num_epochs=2, eval_dataset=make_data(16))
+    expected = train(plain, num_epochs=2, eval_dataset=make_data(16))
+    assert [set(one) for one in found] == [{"evaluation_loss"}] * 2 and trainer.run_config == plain.run_config
+    for name in ("train_loss_epoch", "eval_loss_epoch"):
+        assert history.get_metric_values(name) == expected.get_metric_values(name)

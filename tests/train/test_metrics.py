@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import BatchOutputError, ConfigError, DrivetrainWarning
 from drivetrain.train.tracking import MetricSet
 
 torchmetrics = pytest.importorskip("torchmetrics")
@@ -57,12 +57,43 @@ def test_reset_forgets_earlier_batches():
     assert metrics.compute() == pytest.approx({"plain": expected, "stateful": expected})
 
 
-def test_rows_of_padding_do_not_count():
+def test_a_metric_may_return_a_flag_for_each_row_and_must_return_numbers():
     outputs, targets = data(8)
-    metrics = MetricSet({"plain": accuracy})
-    metrics.update(outputs, targets, 8, num_real=5)
-    metrics.update(outputs, targets, 8, num_real=0)
-    assert metrics.compute()["plain"] == pytest.approx(float(accuracy(outputs[:5], targets[:5])))
+    metrics = MetricSet({"hits": lambda outputs, targets: outputs.argmax(-1) == targets})
+    metrics.update(outputs, targets, 8)
+    assert metrics.compute()["hits"] == pytest.approx(float(accuracy(outputs, targets)))
+    for wrong in (dict, type(None), list, str):
+        with pytest.raises(BatchOutputError, match=f"'own' returned a {wrong.__name__}"):
+            MetricSet({"own": lambda outputs, targets, wrong=wrong: wrong()}).update(outputs, targets, 8)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_collected_metrics_go_on_from_what_was_saved(world):
+    def make():
+        kinds = {"num_classes": 4}
+        both = [
+            torchmetrics.classification.MulticlassAccuracy(**kinds),
+            torchmetrics.classification.MulticlassRecall(**kinds),
+        ]
+        wrapped = torchmetrics.ClasswiseWrapper(torchmetrics.classification.MulticlassAccuracy(**kinds, average=None))
+        return MetricSet({"plain": accuracy, "both": torchmetrics.MetricCollection(both), "classes": wrapped})
+
+    outputs, targets = data(64)
+    whole, half, resumed = make(), make(), make()
+    for metrics, start, end in ((whole, 0, 64), (half, 0, 32)):
+        for at in range(start, end, 16):
+            metrics.update(outputs[at : at + 16], targets[at : at + 16], 16)
+    saved = half.state_dict()
+    resumed.update(outputs, targets, 64)  # of an earlier epoch
+    if world == 2:
+        with pytest.warns(DrivetrainWarning, match="only the rest"):
+            resumed.load_state_dict([saved, saved])
+        assert resumed.state_dict()["means"]["plain"]["running_count"] == 64
+        return
+    resumed.load_state_dict([saved])
+    for at in range(32, 64, 16):
+        resumed.update(outputs[at : at + 16], targets[at : at + 16], 16)
+    assert resumed.compute() == whole.compute()
 
 
 def test_results_that_are_vectors_or_mappings_get_a_name_for_each_value():

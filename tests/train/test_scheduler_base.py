@@ -107,3 +107,14 @@ def test_a_rate_that_is_a_tensor_is_filled_in_place():
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] is held
     assert float(held) == pytest.approx(0.4)
+
+
+def test_base_rates_are_those_of_the_groups():
+    optimizer = make_optimizer(0.1)
+    scheduler = Halving(optimizer)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["initial_lr"] = 0.4
+    optimizer.load_state_dict(saved)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.8})
+    scheduler.step_update(1)
+    assert rates(optimizer) == [0.2, 0.4]

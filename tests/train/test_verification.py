@@ -9,7 +9,8 @@ from torch.utils.data import Dataset
 
 from drivetrain.core.errors import ConfigError, ResumeError
 from drivetrain.train.run import EvaluationState
-from drivetrain.train.verification import verify_resume
+from drivetrain.train.trainer import Trainer
+from drivetrain.train.verification import _error, verify_resume
 from tests.train.tasks import make_data, make_model, make_trainer
 
 
@@ -140,3 +141,22 @@ def test_learning_rates_are_compared_update_by_update():
         create_scheduler_fn=lambda optimizer: Forgetful(optimizer, lambda step: 0.5 if step == 5 else 1.0),
     )
     assert verdict.differences["learning rates"].startswith("learning rates.update 6")
+
+
+def test_training_metrics_and_logged_values_of_an_interrupted_epoch_are_bit_exact():
+    class Logging(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            output = super().calculate_train_batch_loss(batch)
+            self.log("twice", output["loss"] * 2)
+            return output
+
+    def build():
+        accuracy = lambda outputs, targets: (outputs.argmax(-1) == targets).float().mean()
+        return make_trainer(cls=Logging, train_metrics={"accuracy": accuracy})
+
+    assert verify_resume(build, make_data(), num_steps=6, per_device_batch_size=4).is_exact
+
+
+def test_a_nan_is_not_the_same_as_a_zero():
+    nan, zero = torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 0.0])
+    assert _error(nan, zero) is not None and _error(nan, nan.clone()) is None and _error(zero, zero.clone()) is None

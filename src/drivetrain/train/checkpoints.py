@@ -10,10 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from drivetrain.context.state import State
+from drivetrain.core.containers import map_items
 from drivetrain.core.errors import CheckpointError, NonFiniteStateError, warn
 from drivetrain.core.time import Interval
 from drivetrain.core.types import StateDict
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.checkpointer import Checkpointer
     from drivetrain.checkpoint.progress import Restored
 
-_LOADABLE = (bool, int, float, complex, str, bytes, torch.Tensor, torch.dtype, torch.device)
+_LOADABLE = (bool, int, float, complex, str, bytes, torch.Tensor, torch.dtype, torch.device, np.generic)
 RESERVED = ("model_state_dict", "optimizer_state_dict", "scheduler_state_dict")
 
 
@@ -178,10 +180,10 @@ def save_checkpoint(
         return
     content = {"model_state_dict": clean_state_dict(model) if isinstance(model, nn.Module) else model.state_dict()}
     for held in optimizers:
-        content["optimizer_state_dict"] = held.state_dict()
+        content["optimizer_state_dict"] = _plain_numbers(held.state_dict())
     for held in schedulers:
-        content["scheduler_state_dict"] = plain_scheduler_state(held)
-    content.update(custom or {})
+        content["scheduler_state_dict"] = _plain_numbers(plain_scheduler_state(held))
+    content.update(_plain_numbers(dict(custom or {})))
     if writes:
         runtime.save(content, path, save_on_each_node=per_node)
     runtime.wait_for_everyone()
@@ -288,3 +290,8 @@ def _is_loadable(value: object) -> bool:
     if type(value) is list or type(value) is tuple or type(value) is set:
         return all(map(_is_loadable, value))
     return value is None or isinstance(value, _LOADABLE)
+
+
+def _plain_numbers(value: object) -> Any:
+    """Return a value with numpy's numbers, such as a learning rate of `np.logspace`, as Python's: those can be loaded back."""
+    return value.item() if isinstance(value, np.generic) else map_items(value, _plain_numbers)

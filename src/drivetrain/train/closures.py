@@ -37,6 +37,20 @@ if TYPE_CHECKING:
 _STEP_FIELDS = ("batch", "outputs", "loss", "losses", "batch_output", "sample_index")
 
 
+def generator_states(state: State) -> dict[str, Tensor]:
+    """Return the states of the algorithms' random generators."""
+    return {name: generator.get_state() for name, generator in state.generators.items()}
+
+
+def set_generators(state: State, saved: Mapping[str, Tensor]) -> None:
+    """Give the generators saved states. One that was made since then starts again."""
+    for name, generator in state.generators.items():
+        if name in saved:
+            generator.set_state(saved[name])
+        else:
+            generator.manual_seed(generator.initial_seed())
+
+
 def requires_closure(optimizer: object) -> bool:
     """Return whether an optimizer's `step` needs a closure, as LBFGS's does."""
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -93,7 +107,7 @@ class WindowRepeat:
                 synchronises=run.stepper.synchronises,
                 sizes=None if info is None else (info.size, info.global_size),
                 rng=capture_rng(),
-                generators={name: generator.get_state() for name, generator in state.generators.items()},
+                generators=generator_states(state),
             )
         )
 
@@ -132,11 +146,7 @@ class WindowRepeat:
 
     def _go_back_to(self, run: Run, state: State, memory: _Memory) -> None:
         restore_rng(memory.rng)
-        for name, generator in state.generators.items():
-            if name in memory.generators:
-                generator.set_state(memory.generators[name])
-            else:  # made during the first pass
-                generator.manual_seed(generator.initial_seed())
+        set_generators(state, memory.generators)
         state.batch = _shallow(memory.batch)
         run.stepper.synchronises = memory.synchronises
         if memory.sizes is not None:
@@ -156,7 +166,7 @@ class WindowRepeat:
         engine, stepper = run.algorithms_only, run.stepper
         assert engine is not None
         counts, scaler = stepper.window.state_dict(), None if stepper.scaler is None else _SecondScale(stepper.scaler)
-        generators = {name: generator.get_state() for name, generator in state.generators.items()}
+        generators = generator_states(state)
         buffers = unwrap(state.model).buffers() if isinstance(state.model, nn.Module) else ()
         copies = [(buffer, buffer.detach().clone()) for buffer in buffers]
         with (
@@ -175,8 +185,7 @@ class WindowRepeat:
                 with torch.no_grad():
                     for buffer, values in copies:
                         buffer.copy_(values)
-                for name, value in generators.items():
-                    state.generators[name].set_state(value)
+                set_generators(state, generators)
 
     def state_dict(self) -> StateDict:
         """Return the batches of an open window, so that a resumed run can evaluate it again."""

@@ -65,6 +65,22 @@ def own_events(step: LossStep, after_forward: Event) -> AbstractContextManager[N
 
 
 @contextmanager
+def outside_run(trainer: "Trainer") -> Iterator[None]:
+    """Evaluate separately, also from a callback of a training run, whose data, configuration and wrapped model are kept."""
+    run = trainer.run
+    if not run.is_running:
+        yield
+        return
+    with (
+        with_attributes(trainer, "eval_dataset", "collate_fn", "model"),
+        with_attributes(run, "config", is_running=False),
+        with_attributes(run.data, "evaluation", "eval_kwargs"),
+        with_attributes(run.measures, "eval_items"),
+    ):
+        yield
+
+
+@contextmanager
 def restored_modes(model: object) -> Iterator[None]:
     """Restore every module's training flag."""
     modes = [(module, module.training) for module in model.modules()] if isinstance(model, nn.Module) else []
@@ -90,8 +106,8 @@ def evaluating_optimizer(optimizer: Any) -> Iterator[None]:
 
 
 def discarded_history(logbook: Logbook) -> AbstractContextManager[None]:
-    """Record into a temporary history that is discarded afterwards."""
-    return with_attributes(logbook, history=InMemoryRunHistory())
+    """Record into a temporary history that is discarded afterwards, and nothing with the loggers."""
+    return with_attributes(logbook, history=InMemoryRunHistory(), loggers=[])
 
 
 class EvaluationLoop(TrainerHooks):
@@ -141,6 +157,7 @@ class EvaluationLoop(TrainerHooks):
                 self._evaluate_set(dl, "eval", is_intermediate)
                 if plan.was_cut:
                     was_cut.append(True)
+                    plan.after_epoch = not is_intermediate  # a resumed run makes it again
         else:
             self._evaluate_set(dl, "eval" if is_training else "evaluation", is_intermediate)
 

@@ -27,7 +27,7 @@ from drivetrain.train.callbacks.base import TrainerCallback
 from drivetrain.train.callbacks.monitors import LRMonitor, learning_rates
 from drivetrain.train.items import LossCounting
 from drivetrain.train.run_history import RunHistory
-from drivetrain.train.tracking import LossTracker, load_sums, of_data_ranks, sum_over_ranks
+from drivetrain.train.tracking import LossTracker, load_means, of_data_ranks, sum_over_ranks
 
 if TYPE_CHECKING:
     from drivetrain.train.run import Run
@@ -128,6 +128,8 @@ class StepLosses(TrainerCallback):
     A mean is over the items of all batches of the interval on all data ranks. Of losses that are sums it is the mean over updates.
     """
 
+    reads = ("loss", "timestamp")
+
     def __init__(
         self,
         interval: Interval,
@@ -171,10 +173,7 @@ class StepLosses(TrainerCallback):
         """Continue the mean of a saved run. On another number of data ranks, the first takes all sums."""
         self._interval.resume(state["interval"])
         self._logged_at = state["logged_at"]
-        for name in sorted({name for of_rank in state["ranks"] for name in of_rank}):
-            mean = self._means[name] = LossTracker()
-            nothing = mean.state_dict()
-            load_sums(mean, [of_rank.get(name, nothing) for of_rank in state["ranks"]])
+        self._means = load_means(state["ranks"])
 
     def _keep(self, name: str, value: Tensor | float, weight: Count) -> None:
         mean = self._means.get(name)
@@ -222,6 +221,8 @@ class StepTimes(TrainerCallback):
     After the backward pass the steps of all ranks have taken equally long. Sharded parameters are gathered during the forward pass, so
     with them only the wait for data is a rank's own.
     """
+
+    reads = ("timestamp",)
 
     def __init__(self, clock: Clock, agreement: Agreement, device: torch.device | str):
         self._clock, self._agreement = clock, agreement

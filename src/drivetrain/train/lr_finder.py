@@ -4,16 +4,25 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import fmean
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
+
+import torch
 
 from drivetrain.core.arguments import check_count, check_number
 from drivetrain.core.containers import with_attributes
 from drivetrain.core.errors import ConfigError, MissingExtra, StopTrainingError
 from drivetrain.core.types import Settings
+from drivetrain.runtime.collectives import broadcast_from_master
+from drivetrain.runtime.run import current_run, set_current_run
 from drivetrain.runtime.seeds import rng_kept
+from drivetrain.train import loaders
 from drivetrain.train.batches import BatchOutput, map_tensors
 from drivetrain.train.callbacks.base import TrainerCallback
+from drivetrain.train.closures import generator_states, set_generators
 from drivetrain.train.evaluation import discarded_history, restored_modes
+from drivetrain.train.run import load_loader_state, loader_state
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,15 +67,19 @@ class _Sweep(TrainerCallback):
     def __init__(self, rates: list[float], smoothing: float, diverge_ratio: float):
         self.rates, self.smoothing, self.diverge_ratio = rates, smoothing, diverge_ratio
         self.losses: list[float] = []
+        self._window: list[float] = []  # the losses of this update's batches
         self._average, self._best = 0.0, float("inf")
 
     def on_train_step_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        rate = self.rates[min(len(self.losses), len(self.rates) - 1)]
         for group in trainer.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = self.rates[len(self.losses)]
 
     def on_train_step_end(self, trainer: "Trainer", batch: object, batch_output: BatchOutput, **kwargs: object) -> None:
-        self._average = self.smoothing * self._average + (1 - self.smoothing) * float(batch_output["loss"].detach())
+        self._window.append(float(batch_output["loss"].detach()))
+        if not trainer.run.stepper.window.closes:
+            return
+        loss, self._window = fmean(self._window), []
+        self._average = self.smoothing * self._average + (1 - self.smoothing) * loss
         smoothed = self._average / (1 - self.smoothing ** (len(self.losses) + 1))
         self.losses.append(smoothed)
         self._best = min(self._best, smoothed)
@@ -94,37 +107,45 @@ def find_lr(
         raise ConfigError(f"lr_find(num_steps={num_steps}): expected at most {LONGEST_SWEEP}; 100 are usual.")
     if not min_lr < max_lr:
         raise ConfigError(f"lr_find: min_lr={min_lr} and max_lr={max_lr}: expected 0 < min_lr < max_lr.")
+    if not isinstance(trainer.optimizer, torch.optim.Optimizer):
+        kind = type(trainer.optimizer).__name__
+        raise ConfigError(f"lr_find sweeps the rate of one torch optimizer, and the Trainer's is a {kind}.")
     rates = [min_lr * (max_lr / min_lr) ** (k / (num_steps - 1)) for k in range(num_steps)]
     sweep = _Sweep(rates, smoothing, diverge_ratio)
-    handler, callbacks = trainer.callback_handler, list(trainer.callback_handler)
-    handler.clear_callbacks()
-    handler.add_callback(sweep)
-    try:
-        with _restored(trainer), discarded_history(trainer.logbook):
-            trainer.train(train_dataset, max_num_train_steps=num_steps, **{"log_every": None, **train_kwargs})
-    finally:
-        handler.clear_callbacks()
-        handler.add_callbacks(callbacks)
-    lrs = rates[: len(sweep.losses)]
-    return LrFindResult(lrs, sweep.losses, _steepest_fall(lrs, sweep.losses))
+    with _restored(trainer, train_dataset), with_attributes(trainer.callback_handler, callbacks=[sweep]):
+        # A sweep saves nothing, also inside an experiment.
+        kwargs = {**train_kwargs, "log_every": None, "checkpoint_dir": None, "resume_from": None}
+        trainer.train(train_dataset, max_num_train_steps=num_steps, **kwargs)
+    losses = broadcast_from_master(sweep.losses)  # so that all ranks continue with the same rate
+    lrs = rates[: len(losses)]
+    return LrFindResult(lrs, losses, _steepest_fall(lrs, losses))
 
 
 @contextmanager
-def _restored(trainer: "Trainer") -> Iterator[None]:
+def _restored(trainer: "Trainer", data: object) -> Iterator[None]:
     """Restore everything that a sweep may change."""
     model = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
     optimizer = map_tensors(lambda tensor: tensor.detach().clone(), trainer.optimizer.state_dict())
-    state, clock = trainer.state, trainer.state.clock.state_dict()
+    state, clock, experiment = trainer.state, trainer.state.clock.state_dict(), current_run()
+    generators = generator_states(state)
+    loader = data if loaders.is_ready_loader(data) else SimpleNamespace(dataset=data)
+    position = loader_state(loader)
     with (
         rng_kept(),
+        discarded_history(trainer.logbook),
         with_attributes(trainer.run.shared, "scheduler_is_ours"),
-        with_attributes(state, "schedulers"),
+        with_attributes(state, "schedulers", "rank_zero_seed"),
         with_attributes(trainer, "run", "train_dataset", "eval_dataset", "create_scheduler_fn", "collate_fn"),
+        with_attributes(trainer, _resume_next=None),
         restored_modes(trainer.model),
     ):
+        set_current_run(None)
         try:
             yield
         finally:
+            set_current_run(experiment)
+            load_loader_state(loader, position, 0)
+            set_generators(state, generators)
             trainer.model = trainer.get_model()
             trainer.model.load_state_dict(model)
             trainer.optimizer.state.clear()

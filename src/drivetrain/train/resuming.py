@@ -33,7 +33,7 @@ from drivetrain.train.checkpoints import CheckpointSchedule, restore_from
 from drivetrain.train.logbook import Logbook
 from drivetrain.train.run import EvaluationPlan, EvaluationState, Measures, Run
 from drivetrain.train.settings import AnyPath, TrainSettings
-from drivetrain.train.tracking import InMemoryRunHistory, load_sums, of_data_ranks
+from drivetrain.train.tracking import InMemoryRunHistory, load_means, load_sums, of_data_ranks
 
 if TYPE_CHECKING:
     from drivetrain.train.trainer import Trainer
@@ -152,10 +152,13 @@ class EpochLoss:
 
     def state_dict(self) -> StateDict:
         """Return the sums of every data rank. All ranks must call this."""
-        evaluation, steps = self._evaluation, self._measures.step_losses
+        evaluation, measures, steps = self._evaluation, self._measures, self._measures.step_losses
         self._logbook.wait_for_steps()
+        logged = {name: mean.state_dict() for name, mean in measures.logged.items()}
         return {
-            "ranks": of_data_ranks(self._measures.tracker.state_dict()),
+            "ranks": of_data_ranks(measures.tracker.state_dict()),
+            "logged": of_data_ranks(logged),
+            "train_metrics": of_data_ranks(measures.train_metrics.state_dict()),
             "evaluations": None if evaluation.interval is None else evaluation.interval.state_dict(),
             "evaluates_after_epoch": evaluation.after_epoch,
             "evaluation": evaluation.state.state_dict(),
@@ -165,14 +168,17 @@ class EpochLoss:
 
     def load_state_dict(self, state: StateDict) -> None:
         """Restore this rank's sums. On another number of data ranks, the first takes them all."""
-        evaluation = self._evaluation
+        evaluation, measures = self._evaluation, self._measures
         evaluation.restored_interval = state.get("evaluations")
         evaluation.after_epoch = state.get("evaluates_after_epoch", False)
         evaluation.unfinished = state.get("unfinished", "")
         if "evaluation" in state:  # not in checkpoints of earlier versions
             evaluation.state.load_state_dict(state["evaluation"])
-        self._measures.restored_steps = state.get("step_losses")
-        load_sums(self._measures.tracker, state["ranks"])
+        if "logged" in state:
+            measures.logged.update(load_means(state["logged"]))
+            measures.train_metrics.load_state_dict(state["train_metrics"])
+        measures.restored_steps = state.get("step_losses")
+        load_sums(measures.tracker, state["ranks"])
 
 
 def _add_required_algorithms(find_trainer: "weakref.ref[Trainer]", saved: StateDict) -> None:
@@ -238,7 +244,10 @@ def _load(trainer: "Trainer", checkpoints: CheckpointSchedule, source: AnyPath) 
 def _settings_of(optimizers: Iterable[Optimizer]) -> list[dict[str, float]]:
     """Return what an edited program may have changed in each parameter group: the rate that a schedule starts from, and the decay."""
     return [
-        {"lr": float(group.get("initial_lr", group["lr"])), "weight_decay": float(group.get("weight_decay", 0.0))}
+        {
+            "lr": float(group.get("initial_lr", group.get("lr", 0.0))),
+            "weight_decay": float(group.get("weight_decay", 0.0)),
+        }
         for optimizer in optimizers
         for group in optimizer.param_groups
     ]

@@ -76,6 +76,12 @@ def prepare_run(
     trainer._prepare_model_optimizer_and_dataloaders()
     trainer.runtime = as_runtime(trainer.runtime)  # an override may have made another one
     _make_stepper(trainer)
+    if run.units is None:
+        run.stepper.clear()  # what an interrupted run, or a window it left open, has collected
+    else:
+        run.units.zero_grad(all=True)
+        for unit in run.units.values():
+            unit.closes = True  # the next batch opens a window
     config = run.config = trainer._create_run_config(
         per_device_batch_size=settings.per_device_batch_size,
         num_epochs=settings.epochs,

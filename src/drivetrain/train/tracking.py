@@ -8,17 +8,18 @@ constant over any number of steps, and an update costs about a microsecond.
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import BatchOutputError, ConfigError, warn
+from drivetrain.core.types import StateDict
 from drivetrain.module.accumulation import Count
 from drivetrain.runtime.collectives import all_gather_values, broadcast_from_master
 from drivetrain.runtime.ranks import data_group, data_rank, get_num_processes, num_data_ranks
-from drivetrain.train.batches import slice_rows
 from drivetrain.train.run_history import InMemoryRunHistory as InMemoryRunHistory
 from drivetrain.train.run_history import RunHistory as RunHistory
 
@@ -84,7 +85,7 @@ class LossTracker:
                 return
         loss = loss_batch_value.detach() if loss_batch_value.requires_grad else loss_batch_value
         if loss.ndim:
-            loss = loss.mean()
+            loss = loss.mean() if loss.is_floating_point() else loss.double().mean()
         self._last = loss
         if type(batch_size) is int and batch_size == 0:
             return
@@ -241,6 +242,15 @@ def load_sums(tracker: LossTracker, ranks: Sequence[dict[str, int | float]]) -> 
         tracker.load_state_dict({**ranks[0], "total_loss": total, "running_count": count})
 
 
+def load_means(ranks: Sequence[Mapping[str, dict[str, int | float]]]) -> dict[str, LossTracker]:
+    """Return trackers by name with the sums that data ranks have saved. A rank may not know all names."""
+    means = {name: LossTracker() for name in sorted({name for of_rank in ranks for name in of_rank})}
+    for name, mean in means.items():
+        nothing = mean.state_dict()
+        load_sums(mean, [of_rank.get(name, nothing) for of_rank in ranks])
+    return means
+
+
 def _sum_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64
 
@@ -386,23 +396,49 @@ class MetricSet:
             mean.reset()
 
     @torch.no_grad()
-    def update(self, outputs: object, targets: object, batch_size: int, num_real: int | None = None) -> None:
-        """Add a batch. Only its first `num_real` rows count if the rest is padding."""
-        if num_real is not None and num_real < batch_size:
-            if num_real == 0:
-                return
-            outputs, targets = (slice_rows(value, 0, num_real, batch_size) for value in (outputs, targets))
-            batch_size = num_real
+    def update(self, outputs: object, targets: object, batch_size: int) -> None:
+        """Add a batch."""
         for metric in self._stateful.values():
             metric.update(outputs, targets)
         for name, function in self._plain.items():
-            self._means[name].update(function(outputs, targets), batch_size)
+            value = function(outputs, targets)
+            if not isinstance(value, Tensor | Real) and getattr(value, "ndim", None) != 0:
+                raise BatchOutputError(
+                    f"the metric {name!r} returned a {type(value).__name__}, expected a number: the mean over the batch, as a tensor or "
+                    "a float. For several numbers write several metrics, or use torchmetrics."
+                )
+            self._means[name].update(value, batch_size)
 
     def join(self, group: object) -> None:
         """Combine torchmetrics only over the ranks of a process group."""
+        for metric in self._single_metrics():
+            metric.process_group = group
+
+    def _single_metrics(self) -> Iterator[Any]:
+        """Yield every metric of torchmetrics, also those in collections and wrappers."""
         for metric in self._stateful.values():
-            for single in metric.values() if _is_torchmetrics(metric, "MetricCollection") else [metric]:
-                single.process_group = group
+            if _is_torchmetrics(metric, "MetricCollection"):
+                metric.values()  # gives metrics that share a state each their own
+            yield from (part for part in metric.modules() if _is_torchmetrics(part, "Metric"))
+
+    def state_dict(self) -> StateDict:
+        """Return what this rank has collected."""
+        states = [{**metric.metric_state, "_update_count": metric._update_count} for metric in self._single_metrics()]
+        return {"means": {name: mean.state_dict() for name, mean in self._means.items()}, "states": states}
+
+    def load_state_dict(self, ranks: Sequence[StateDict]) -> None:
+        """Continue with what each data rank had collected."""
+        self.reset()
+        means = load_means([of_rank["means"] for of_rank in ranks])
+        self._means.update({name: mean for name, mean in means.items() if name in self._means})
+        if self._stateful and len(ranks) != num_data_ranks():
+            warn(
+                "the run continues on another number of processes: torchmetrics of this epoch count only the rest of it."
+            )
+            return
+        for metric, saved in zip(self._single_metrics(), ranks[data_rank()]["states"] if self._stateful else ()):
+            for name, value in saved.items():
+                setattr(metric, name, value)
 
     def compute(self) -> dict[str, float]:
         """Return every metric over all batches of all ranks. Each rank must call this."""

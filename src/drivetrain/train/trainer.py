@@ -7,7 +7,7 @@ draws the loop; `loop.py` runs it). This file has what users call: the construct
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
@@ -36,7 +36,7 @@ from drivetrain.train.batches import Generate, check_generates, generate_argumen
 from drivetrain.train.callbacks import DEFAULT_CALLBACKS, CallbackHandler, with_limit_from_environment
 from drivetrain.train.callbacks.control import StrictSteps, warnings_as_errors
 from drivetrain.train.closures import WindowRepeat
-from drivetrain.train.evaluation import run_prediction
+from drivetrain.train.evaluation import outside_run, run_prediction
 from drivetrain.train.items import CountItems, check_count_items
 from drivetrain.train.logbook import Logbook, watched_ranks
 from drivetrain.train.loop import TrainerLoop
@@ -346,7 +346,7 @@ class Trainer(TrainerLoop):
             per_device_batch_size: samples of a batch in each process.
             dataloader_kwargs: arguments of the loader.
             collate_fn: makes a batch of samples.
-            reset_run_history: begin with an empty history.
+            reset_run_history: begin with an empty history. In a callback of a training run the history is always kept.
             limit_batches: batches to evaluate, as a number or a fraction.
             generate: compute metrics of generated sequences; None uses the constructor's setting.
         """
@@ -359,18 +359,20 @@ class Trainer(TrainerLoop):
         arguments.check_loss_func(self.loss_func, self.optimizer)
         chosen = self._options.generate if generate is None else generate_arguments(generate, self._options.generate)
         check_generates(self, chosen)
-        if dataset is not None:
-            self.eval_dataset = dataset
-        if self.eval_dataset is None:
+        dataset = self.eval_dataset if dataset is None else dataset
+        if dataset is None:
             raise ConfigError("evaluate() has no dataset: pass one, or give eval_dataset= to train() first.")
-        self.collate_fn = collate_fn if collate_fn is not None else self.collate_fn
-        self.run_history._follow(self.state.clock)
-        if reset_run_history:
-            self.run_history.reset()
-        setup.prepare_evaluation(self, per_device_batch_size, dataloader_kwargs, limit_batches)
-        history, before = self.run_history, self.run_history._counts()
-        with self._reporting_errors(), with_attributes(self.run, generate=chosen):
-            self._run_evaluation()
+        history, in_run = self.run_history, self.run.is_running
+        history._follow(self.state.clock)
+        if reset_run_history and not in_run:
+            history.reset()
+        with outside_run(self), with_attributes(self.run, generate=chosen):
+            self.eval_dataset = dataset
+            self.collate_fn = collate_fn if collate_fn is not None else self.collate_fn
+            setup.prepare_evaluation(self, per_device_batch_size, dataloader_kwargs, limit_batches)
+            before = history._counts()
+            with nullcontext() if in_run else self._reporting_errors():
+                self._run_evaluation()
         new = [name for name, count in history._counts().items() if count > before.get(name, 0)]
         return {name: history.get_latest_metric(name) for name in new}
 
@@ -423,7 +425,8 @@ class Trainer(TrainerLoop):
                 dataset = SmartDataLoader(dataset, collate_fn=collate_fn, **kwargs)
         self.model = loaders.move_model(self.runtime, self.model)
         loader = loaders.prepare(self.device, dataset, limit_batches)
-        with self._reporting_errors(), with_attributes(self.run, generate=chosen):
+        reporting = nullcontext() if self.run.is_running else self._reporting_errors()
+        with reporting, with_attributes(self.run, generate=chosen):
             return run_prediction(self, loader, to_cpu, padding_value, generates=chosen is not None)
 
     def lr_find(

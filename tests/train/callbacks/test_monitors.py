@@ -81,6 +81,25 @@ def test_model_flops_utilisation_follows_from_the_flops_of_a_step():
         assert sink.values("throughput/device/mfu") == pytest.approx([per_sample * rate / 1e12 for rate in rates])
 
 
+def test_the_flops_of_a_second_run_are_counted_again():
+    sink, trainer = run(ThroughputMonitor(window_size=3, peak_flops=1e12))
+    counted = len(sink.values("throughput/device/mfu"))
+    train(trainer, make_data(80))
+    assert len(sink.values("throughput/device/mfu")) == 2 * counted
+
+
+def test_a_group_without_a_rate_has_none_to_log():
+    class Fixed(torch.optim.Optimizer):
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.sub_(parameter.grad)
+
+    model, sink = make_model(), Sink()
+    trainer = make_trainer(model, optimizer=Fixed(model.parameters(), {}), callbacks=[LRMonitor("1ba")], loggers=[sink])
+    train(trainer, log_every=1)
+    assert sink.values("train_loss_step") and not sink.values("lr/group0")
+
+
 def test_a_compiled_model_is_not_counted_and_no_counter_is_left_behind():
     model = make_model()
     model.compile(backend="eager")

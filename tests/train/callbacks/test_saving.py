@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -63,6 +64,17 @@ def test_the_first_save_also_holds_the_scheduler(tmp_path):
     train(trainer, eval_dataset=make_data(8), create_scheduler_fn=CosineLrScheduler.create_scheduler_fn())
     content = torch.load(tmp_path / "best.pt", weights_only=True)
     assert {"model_state_dict", "optimizer_state_dict", "scheduler_state_dict", "eval_loss_epoch"} == set(content)
+
+
+def test_numbers_of_numpy_are_saved_as_plain_ones(tmp_path):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=np.logspace(-1, 0, 3)[0])
+    best = SaveBestModelCallback(tmp_path / "best.pt")
+    train(make_trainer(model, optimizer=optimizer, callbacks=[best]), eval_dataset=make_data())  # loads it at the end
+    trainer = make_trainer()
+    trainer.save_checkpoint(tmp_path / "own.pt", {"score": np.float32(0.5), "nested": {"count": np.int64(3)}})
+    loaded = trainer.load_checkpoint(tmp_path / "own.pt")
+    assert (loaded["score"], loaded["nested"]) == (0.5, {"count": 3})
 
 
 def test_optimizer_and_scheduler_can_be_left_out(tmp_path):

@@ -62,6 +62,8 @@ class StepBasedEvaluationCallback(TrainerCallback):
     `train(eval_interval="100ba")` makes evaluations that count.
     """
 
+    reads = ("timestamp",)
+
     writes = ("model", "batch", "outputs", "loss")
 
     def __init__(self, eval_every_n_steps: int):
@@ -85,6 +87,13 @@ class StepBasedEvaluationCallback(TrainerCallback):
             trainer.evaluate_between_steps()
 
 
+class _EvalSlice(DataLoaderSlice):
+    """A loader whose length `LimitEvalStepsCallback` sets."""
+
+    def __init__(self, dl: object):
+        super().__init__(dl, None)
+
+
 class LimitEvalStepsCallback(TrainerCallback):
     """Evaluates on fewer batches: `num_eval_steps` in total, divided over the processes.
 
@@ -96,7 +105,6 @@ class LimitEvalStepsCallback(TrainerCallback):
     def __init__(self, num_eval_steps: int, limit_intermediate_only: bool = True):
         self.num_eval_steps = check_count("num_eval_steps", num_eval_steps)
         self.limit_intermediate_only = limit_intermediate_only
-        self._slices: list[DataLoaderSlice] = []
 
     def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Wrap the loader in a slice."""
@@ -107,28 +115,20 @@ class LimitEvalStepsCallback(TrainerCallback):
                 f"step. Use at least {processes}."
             )
         if trainer.run.data.evaluation is not None:
-            self._slices = []
-            trainer.run.data.evaluation = map_loaders(self._sliced, trainer.run.data.evaluation)
+            trainer.run.data.evaluation = map_loaders(_EvalSlice, trainer.run.data.evaluation)
 
     on_evaluation_run_start = on_training_run_start
 
     def on_eval_epoch_start(self, trainer: "Trainer", is_intermediate: bool = False, **kwargs: object) -> None:
-        if is_intermediate or not self.limit_intermediate_only:
-            self._set_size(self.num_eval_steps // num_data_ranks())
+        """Set or remove the limit of this evaluation."""
+        loader, is_limited = trainer.state.dataloader, is_intermediate or not self.limit_intermediate_only
+        if isinstance(loader, _EvalSlice):
+            loader.slice_size = self.num_eval_steps // num_data_ranks() if is_limited else None
 
     def on_eval_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Remove the limit, also if an evaluation has failed."""
-        self._set_size(None)
-
-    on_exception = on_eval_epoch_end
-
-    def _sliced(self, loader: Iterable[object]) -> DataLoaderSlice:
-        self._slices.append(DataLoaderSlice(loader, None))
-        return self._slices[-1]
-
-    def _set_size(self, size: int | None) -> None:
-        for one in self._slices:
-            one.slice_size = size
+        """Remove the limit."""
+        if isinstance(trainer.state.dataloader, _EvalSlice):
+            trainer.state.dataloader.slice_size = None
 
 
 class LimitBatchesCallback(TrainerCallback):

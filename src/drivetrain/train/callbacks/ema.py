@@ -102,6 +102,8 @@ class ModelEmaCallback(SaveBestModelCallback):
     0.999
     """
 
+    reads = ("model", "timestamp")
+
     writes = ("model", "batch", "outputs", "loss", "algorithms", "callbacks")
 
     def __init__(
@@ -165,7 +167,7 @@ class ModelEmaCallback(SaveBestModelCallback):
 
     def on_eval_epoch_end(self, trainer: "Trainer", is_intermediate: bool = False, **kwargs: object) -> None:
         """Evaluate the average after an evaluation that belongs to a training epoch."""
-        if self.evaluate_during_training and not is_intermediate and self._trainer is not None:
+        if self.evaluate_during_training and not is_intermediate and trainer.run.is_running:
             self._evaluate_average(trainer, trainer.state.dataloader)
 
     def on_intermediate_evaluation_end(self, trainer: "Trainer", **kwargs: object) -> None:

@@ -39,6 +39,8 @@ class ThroughputMonitor(TrainerCallback):
     device that is not known.
     """
 
+    reads = ("timestamp",)
+
     def __init__(
         self, window_size: int = 100, flops_per_sample: float | str = "auto", peak_flops: float | str = "auto"
     ):
@@ -54,7 +56,7 @@ class ThroughputMonitor(TrainerCallback):
         self._seconds = self._since = 0.0
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self._flops = None if isinstance(self.flops_per_sample, str) else self.flops_per_sample
+        self._counter, self._flops = None, None if isinstance(self.flops_per_sample, str) else self.flops_per_sample
         self._peak = None if isinstance(self.peak_flops, str) else self.peak_flops
         if self._peak is None and torch.device(state.device).type == "cuda":
             spec = preset_named_like(torch.cuda.get_device_name(state.device))
@@ -125,6 +127,8 @@ SpeedMonitor = ThroughputMonitor
 class _IntervalMonitor(TrainerCallback):
     """Logs what `measure` returns, every so often."""
 
+    reads = ("optimizers", "timestamp")
+
     def __init__(self, interval: str | int = "50ba"):
         self.interval = ensure_time(interval, "ba")
         self._interval = Interval(self.interval)
@@ -181,6 +185,8 @@ def learning_rates(optimizers: Sequence[Any] | None) -> dict[str, float | Tensor
     rates: dict[str, float | Tensor] = {}
     for optimizer in optimizers or ():
         for index, group in enumerate(optimizer.param_groups):
+            if "lr" not in group:
+                continue
             name = group.get("unit", f"group{index}")
             name = name if f"lr/{name}" not in rates else f"{name}/group{index}"
             lr = group["lr"]

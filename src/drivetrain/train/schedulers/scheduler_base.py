@@ -36,11 +36,18 @@ class SchedulerBase(ABC):
                     f"{param_group_field} is missing from param_groups[{index}], which has "
                     f"{', '.join(map(str, group))}."
                 )
-            initial = group[param_group_field]
-            initial = float(initial) if isinstance(initial, Tensor) else initial
-            group.setdefault(self._initial_param_group_field, initial)
-        self.base_lr_values = [float(group[self._initial_param_group_field]) for group in optimizer.param_groups]
         self._update_param_groups(self.base_lr_values)
+
+    @property
+    def base_lr_values(self) -> list[float]:
+        """The value that each group starts from. It belongs to the group, so a resumed optimizer and an added group bring their own."""
+        field, initial = self.param_group_field, self._initial_param_group_field
+        return [float(group.setdefault(initial, float(group[field]))) for group in self.optimizer.param_groups]
+
+    @base_lr_values.setter
+    def base_lr_values(self, values: Iterable[float]) -> None:
+        for group, value in zip(self.optimizer.param_groups, values):
+            group[self._initial_param_group_field] = value
 
     @abstractmethod
     def get_updated_values(self, num_updates: int) -> Values:
@@ -72,7 +79,8 @@ class SchedulerBase(ABC):
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore the attributes."""
-        vars(self).update(state_dict)
+        for name, value in state_dict.items():
+            setattr(self, name, value)
 
 
 class StatefulSchedulerBase(SchedulerBase):
