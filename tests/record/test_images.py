@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from drivetrain.core.errors import ConfigError
 from drivetrain.record.images import Picture, check_figure, check_image, encode_figure, encode_image, encode_png
 
 Image = pytest.importorskip("PIL.Image")
@@ -107,3 +108,11 @@ def test_only_a_figure_is_a_figure():
     with pytest.raises(ValueError, match="image()"):
         check_figure(np.zeros((2, 2)))
     assert Picture(png=encode_figure(check_figure(figure))).size == (100, 50)
+
+
+def test_deep_images_of_pil_are_not_cut_off_silently():
+    brightness = np.array([[0.0, 0.25], [0.5, 1.0]], dtype=np.float32)
+    assert np.array_equal(check_image(Image.fromarray(brightness)), brightness)  # was black: all below 1
+    for kind in (np.uint16, np.int32):
+        with pytest.raises(ConfigError, match="expected uint8"):
+            check_image(Image.fromarray(np.array([[0, 65535]], dtype=kind)))  # was white

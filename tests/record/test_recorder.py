@@ -5,13 +5,14 @@ import math
 import os
 import subprocess
 import sys
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 
 from drivetrain.context.context import Context
-from drivetrain.core.errors import ExperimentError, MissingExtra, StateError
+from drivetrain.core.errors import ConfigError, ExperimentError, MissingExtra, StateError
 from drivetrain.core.plugin import Logger
 from drivetrain.record import Picture, Recorder, read_metrics
 from drivetrain.record.images import encode_png
@@ -474,3 +475,23 @@ def test_it_is_a_logger_of_the_loop(recorder):
         ("image", "batch/1", 8),
         ("image", "images", 8),
     ]
+
+
+def test_text_that_is_not_utf8_is_recorded_in_escapes(tmp_path):
+    """A path on the disk may be such a text; a sink raised for it in the middle of training."""
+    with Recorder(tmp_path) as recorder:
+        recorder.params({"data": "a\udcffb", "n\udcff": np.longdouble(2)})
+        recorder.text("note", "a\ud800b")
+    values = [row["value"] for row in read_metrics(tmp_path)]
+    assert values == [{"data": "a\\udcffb", "n\\udcff": "2.0"}, "a\\ud800b"]
+
+
+def test_numbers_of_every_kind_are_taken_and_others_rejected_at_once(tmp_path):
+    with Recorder(tmp_path, tensorboard=False) as recorder:
+        for value in (np.longdouble(1.5), np.uint64(2**63), Fraction(1, 2), np.bool_(True), -(2**70)):
+            recorder.scalar("x", value)
+        with pytest.raises(ConfigError, match="expected one number"):
+            recorder.scalar("x", 10**400)
+        with pytest.raises(ConfigError, match="meta device"):
+            recorder.scalar("x", torch.ones(1, device="meta"))
+    assert [row["value"] for row in read_metrics(tmp_path)] == [1.5, 2**63, 0.5, 1, -(2**70)]

@@ -214,7 +214,7 @@ def count_values(values: Tensor, bins: int) -> tuple[Tensor, Tensor]:
         raise ConfigError(f"bins={bins!r} is not valid; expected a whole number of at least 1.")
     if values.is_complex():
         raise ConfigError("cannot make a histogram of complex values; record their real part or their size (abs).")
-    flat = values.detach().reshape(-1)
+    flat = values.detach().to_dense().reshape(-1)
     kind = torch.float32 if flat.device.type == "mps" else torch.float64
     low = torch.full((), torch.inf, dtype=kind, device=flat.device)
     high, total, squares = -low, torch.zeros_like(low), torch.zeros_like(low)

@@ -41,10 +41,10 @@ class Picture:
 def check_image(image: Any) -> Any:
     """Return an image as a tensor or array of two or three dimensions, or raise; values are not read. A batch of one is its image."""
     if type(image).__module__.partition(".")[0] == "PIL":
-        if image.mode not in ("L", "RGB", "RGBA"):
+        if image.mode not in ("L", "RGB", "RGBA", "I", "F") and not image.mode.startswith("I;"):
             has_alpha = image.mode in ("LA", "PA") or "transparency" in image.info
             image = image.convert("RGBA" if has_alpha else "RGB")
-        return np.asarray(image)
+        image = np.asarray(image)  # of 16 bits and more, PIL would cut off what is above 255
     if not isinstance(image, torch.Tensor):
         try:
             image = np.asarray(image)

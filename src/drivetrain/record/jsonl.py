@@ -55,8 +55,7 @@ class FileSink:
         """Write what is waiting, all of it or nothing."""
         if self._file is None or not self._waiting:
             return
-        count, block = len(self._waiting), "".join(self._waiting).encode()
-        self._waiting.clear()
+        block = "".join(self._waiting).encode()
         try:
             done = 0
             while done < len(block):
@@ -65,7 +64,8 @@ class FileSink:
             os.ftruncate(self._file, self._size)
             raise
         self._size += len(block)
-        self._lines += count
+        self._lines += len(self._waiting)
+        self._waiting.clear()  # what could not be written waits for the next time
 
     def close(self) -> None:
         """Write what is waiting and close the file."""

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -23,7 +24,7 @@ from drivetrain.core.types import StateDict
 from drivetrain.record.buffer import count_values
 from drivetrain.record.images import check_figure, check_image, encode_figure
 from drivetrain.record.jsonl import CsvSink, JsonlSink
-from drivetrain.record.sink import ConsoleSink, Outlet, Resume, Row, plain
+from drivetrain.record.sink import ConsoleSink, Outlet, Resume, Row, encodable, plain
 from drivetrain.record.stream import Stream, check_tag
 from drivetrain.record.trackers import MlflowSink, TensorBoardSink, WandbSink, has_tensorboard
 from drivetrain.runtime.ranks import is_master
@@ -34,6 +35,7 @@ _NAMED_SINKS: dict[str, Callable[[], object]] = {
     "trackio": lambda: WandbSink("trackio"),
     "mlflow": MlflowSink,
 }
+_LARGEST_INT = 2**1000  # beyond it a whole number has no float, which most sinks keep
 _open_folders: "weakref.WeakValueDictionary[Path, Recorder]" = weakref.WeakValueDictionary()
 
 
@@ -171,7 +173,7 @@ class Recorder:
         check_tag(tag)
         if not isinstance(text, str):
             raise ConfigTypeError(f"text({tag!r}) was given a {type(text).__name__}; expected a str.")
-        self._add("text", tag, text)
+        self._add("text", tag, encodable(text))
 
     def params(self, params: Mapping[str, object]) -> None:
         """Record the settings of the run."""
@@ -297,6 +299,8 @@ class Recorder:
             )
         if value.is_complex():
             raise ConfigError(f"scalar({tag!r}) was given a complex number; record its real part or its size (abs).")
+        if value.is_meta:
+            raise ConfigError(f"scalar({tag!r}) was given a tensor on the meta device, which has no value.")
         if hasattr(value, "full_tensor"):
             raise ConfigError(
                 f"scalar({tag!r}) was given a distributed tensor; record value.full_tensor(), computed on every rank."
@@ -308,15 +312,12 @@ class Recorder:
 
 
 def _number(tag: str, value: object) -> float | int:
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
-    size = getattr(value, "size", None)
-    if hasattr(value, "item") and size in (1, None):
-        number = value.item()
-        if isinstance(number, int | float):
-            return int(number) if isinstance(number, bool) else number
+    is_array = hasattr(value, "item") and getattr(value, "size", None) in (1, None)
+    number = value.item() if is_array else value  # type: ignore[attr-defined]
+    if isinstance(number, Integral) and abs(int(number)) < _LARGEST_INT:
+        return int(number)
+    if isinstance(number, Real) and not isinstance(number, Integral):
+        return float(number)
     given = f"an array of shape {value.shape}" if hasattr(value, "shape") else f"{value!r}"
     raise ConfigTypeError(f"scalar({tag!r}) was given {given}; expected one number.")
 

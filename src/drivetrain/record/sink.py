@@ -103,15 +103,20 @@ def plain(value: Mapping[str, object]) -> dict[str, object]: ...
 def plain(value: object) -> object: ...
 def plain(value: object) -> object:
     """Return a copy that consists of what JSON knows; anything else becomes its text. Tensors of one element are read."""
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {encodable(str(key)): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in value]
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item") and type(value.item()) is not type(value):
         return plain(value.item())
-    return str(value)
+    return encodable(str(value))
+
+
+def encodable(text: str) -> str:
+    """Return a text that can be written as UTF-8; the name of a file on the disk need not be such a text."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 logger = logging.getLogger(__name__)
@@ -185,7 +190,9 @@ class Outlet:
                 self._failed(error, 0)
         if self.missed:
             logger.warning(
-                "the sink %s missed %d rows because of errors; see metrics.jsonl for them.", self.name, self.missed
+                "the sink %s missed %d rows because of errors; metrics.jsonl has them, unless its own disk failed.",
+                self.name,
+                self.missed,
             )
             self.missed = 0
 
