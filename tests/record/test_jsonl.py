@@ -95,7 +95,7 @@ def test_a_write_that_fails_leaves_whole_lines(tmp_path, monkeypatch):
     monkeypatch.undo()
     sink.scalar("loss", 3.0, 2, 0.0)
     sink.close()
-    assert read(tmp_path) == [(0, 1.0), (2, 3.0)]
+    assert read(tmp_path) == [(0, 1.0), (1, 2.0), (2, 3.0)]
 
 
 def test_a_long_file_is_read_row_by_row(tmp_path):

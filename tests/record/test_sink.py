@@ -53,7 +53,8 @@ def test_a_remote_sink_warns_once_and_rests(tmp_path, caplog, at):
         []
         if at == "close"
         else [
-            f"the sink Broken missed {4 if at == 'flush' else 5} rows because of errors; metrics.jsonl has them, unless its own disk failed."
+            f"the sink Broken missed {4 if at == 'flush' else 5} rows because of errors; "
+            "metrics.jsonl has them, unless its own disk failed."
         ]
     )
 
