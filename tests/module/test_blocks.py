@@ -55,6 +55,18 @@ def test_named_stacks_in_a_module_dict_stay_two_families():
     assert shape_of(model) == [("encoder", "Block", 2), ("decoder", "Block", 2)]
 
 
+def test_dicts_in_a_list_are_opened_because_they_do_not_run_themselves():
+    layer = nn.TransformerEncoderLayer
+    pairs = [nn.ModuleDict({"first": layer(8, 2, 16), "mix": nn.Linear(8, 8)}) for _ in range(3)]
+    (group,) = find_blocks(nn.Sequential(nn.Linear(8, 8), nn.ModuleList(pairs)))
+    assert group.names == ("1.0.first", "1.1.first", "1.2.first")
+
+
+def test_layers_with_a_parametrization_are_still_layers():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4), nn.Linear(4, 2))
+    assert not repeated_blocks(model)
+
+
 def test_numbered_attributes_need_running_numbers():
     model = nn.Module()
     model.block1, model.block2, model.block9 = models.Block(8), models.Block(8), models.Block(8)

@@ -94,6 +94,29 @@ def test_what_inputs_alone_make_is_made_again_and_only_the_rest_is_sent():
     assert split.inputs == {"ids", "targets"} and split.unused == frozenset()
 
 
+class Constants(nn.Module):
+    """Uses tensors that are registered nowhere: made in the forward, and plain attributes."""
+
+    def __init__(self, follows_mode=False):
+        super().__init__()
+        self.blocks, self.follows_mode = nn.ModuleList([Block() for _ in range(4)]), follows_mode
+        self.scale = torch.linspace(1, 2, WIDTH)
+
+    def forward(self, x):
+        shift = torch.ones(WIDTH) if self.training or not self.follows_mode else torch.zeros(WIDTH)
+        for block in self.blocks:
+            x = block(x * self.scale) + shift
+        return x
+
+
+def test_tensors_that_are_registered_nowhere_are_in_every_stage_that_uses_them():
+    model, x = Constants(), torch.randn(2, LENGTH, WIDTH)
+    split = split_model(model, 2, given={"x": x})
+    torch.testing.assert_close(run_parts(split, {"x": x}), model(x))
+    with pytest.raises(ConfigError, match="training and evaluation"):
+        split_model(Constants(follows_mode=True), 2, given={"x": x})
+
+
 def test_arguments_the_sample_leaves_out_keep_their_defaults():
     model, inputs = Decoder(), sample()
     split = split_model(model, 2, given={"ids": inputs["ids"]})

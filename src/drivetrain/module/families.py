@@ -99,7 +99,7 @@ def _expanded(row: list[Named]) -> list[Named]:
     """Replace positional containers in a row by what they hold, so that the stages of a ResNet are one row of blocks."""
     result: list[Named] = []
     for name, child in row:
-        if is_plain_container(child) and not isinstance(child, nn.ModuleDict):
+        if is_plain_container(child):
             result += _expanded([(f"{name}.{key}", grandchild) for key, grandchild in child.named_children()])
         else:
             result.append((name, child))
@@ -115,7 +115,7 @@ def _is_layer(modules: dict[nn.Module, str]) -> bool:
     """Return whether modules are single layers, too small to be blocks: torch's own leaves, norms, leaves with one matrix."""
     first = next(iter(modules))
     matrices = max(num_matrices(module) for module in modules)
-    if next(first.children(), None) is not None:
+    if first._modules.keys() - {"parametrizations"}:
         return matrices == 0
     return written_class(first).__module__.startswith("torch.") or matrices < 2
 

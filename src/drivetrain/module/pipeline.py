@@ -88,7 +88,7 @@ def _follow_mode(model: nn.Module, opened: set[nn.Module], graph: fx.Graph, give
             for node in (one, two):
                 node.args, node.target = (name, *node.args), in_mode
                 node.kwargs = {name: value for name, value in node.kwargs.items() if name != "training"}
-    if _steps_of(other) != _steps_of(graph):
+    if _steps_of(model, other) != _steps_of(model, graph):
         raise ConfigError(
             f"the forward of {type(model).__name__} behaves differently in training and evaluation between its blocks. Move the code "
             "that depends on self.training into its own module."
@@ -101,11 +101,19 @@ def _used(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node in used]
 
 
-def _steps_of(graph: fx.Graph) -> list[tuple[object, ...]]:
+def _steps_of(model: nn.Module, graph: fx.Graph) -> list[tuple[object, ...]]:
     """Return what a graph computes, without the names of its values."""
     numbers = {node: index for index, node in enumerate(_used(graph))}
+
+    def named(node: fx.Node) -> object:
+        # A tensor that the forward makes of constants has a new name in every trace.
+        if node.op != "get_attr" or not str(node.target).startswith("_tensor_constant"):
+            return str(node.target)
+        value = getattr(model, str(node.target))
+        return value.tolist() if type(value) is Tensor and not value.is_meta else str(value)
+
     return [
-        (node.op, str(node.target), str(fx.node.map_arg((node.args, node.kwargs), lambda other: f"%{numbers[other]}")))
+        (node.op, named(node), str(fx.node.map_arg((node.args, node.kwargs), lambda other: f"%{numbers[other]}")))
         for node in numbers
     ]
 

@@ -142,6 +142,9 @@ def mount(root: nn.Module, model: nn.Module, targets: Set[str]) -> None:
         for name, buffer in there._buffers.items():
             if prefix + name in targets:
                 here.register_buffer(name, buffer, persistent=name not in there._non_persistent_buffers_set)
+        for name, value in vars(there).items():  # not registered, or made by the forward itself
+            if isinstance(value, Tensor) and prefix + name in targets:
+                setattr(here, name, value)
         for name, child in there._modules.items():
             path = prefix + name
             if child is None:
