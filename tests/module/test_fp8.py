@@ -73,6 +73,14 @@ def test_the_result_has_the_type_of_autocast():
     assert layer(torch.randn(2, 16)).dtype is torch.float32
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layer_without_rows_returns_none_and_has_zero_gradients(recipe):
+    layer = Float8Linear.from_linear(nn.Linear(32, 16), recipe=recipe)
+    out = layer(torch.ones(2, 0, 32))
+    out.sum().backward()
+    assert out.shape == (2, 0, 16) and not layer.weight.grad.any()
+
+
 def test_only_wide_layers_with_fitting_sizes_are_converted():
     model = nn.ModuleDict(
         {

@@ -151,6 +151,8 @@ class Float8Linear(nn.Linear):
     format: Format = "HYBRID"
 
     def forward(self, input: Tensor) -> Tensor:
+        if not input.numel():  # an expert without tokens: there is nothing to find a scale from
+            return super().forward(input)
         device = input.device.type
         autocasts = torch.is_autocast_enabled(device)
         out_dtype = torch.get_autocast_dtype(device) if autocasts else input.dtype
