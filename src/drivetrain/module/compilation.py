@@ -8,7 +8,7 @@ import functools
 import types
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -73,8 +73,55 @@ def compile_loss(loss_func: Callable[..., object], **torch_compile_kwargs: Any) 
         compiled = torch.compile(loss_func, **torch_compile_kwargs)
     if torch_compile_kwargs.get("mode") != "reduce-overhead":
         return compiled
-    # The next step of a recorded CUDA graph writes its loss into the same memory, so the loss is copied.
-    return lambda *args, **kwargs: tree_map_only(Tensor, torch.clone, compiled(*args, **kwargs))
+    return lambda *args, **kwargs: _copied(compiled(*args, **kwargs))
+
+
+def _copied(loss: Any) -> Any:
+    """Return a copy of a loss: the next step of a recorded CUDA graph writes its own into the same memory."""
+    return tree_map_only(Tensor, torch.clone, loss)
+
+
+LossGraph = Literal["apart", "outputs", "loss"]
+"""What one graph of a model and its loss function must return: both the outputs and the loss, or the loss alone. `apart`: there is no such
+graph, because something acts between the two."""
+StepFunc = Callable[[nn.Module, Callable[..., Any], Callable[..., Any], Any, bool], tuple[Any, Any]]
+"""`(model, call, loss_func, batch, keep)`: calls `outputs = call(model, batch)` and `loss_func(batch, outputs)`. It returns the loss and,
+with `keep`, the outputs."""
+
+
+class JointStep(NamedTuple):
+    """A model and its loss function that are compiled as one graph."""
+
+    run: StepFunc
+    loss_func: Callable[..., Any]
+    """The function to call inside the graph."""
+    planned: Callable[..., Any]
+    """The function that everything else calls. If it was replaced, the graph computes another loss."""
+
+
+def compile_step(**torch_compile_kwargs: Any) -> StepFunc:
+    """Return a function that calls a model and its loss function in one compiled graph.
+
+    The compiler then fuses the loss with the last layers and, where the outputs are not returned, writes their gradient into their
+    memory. Returned outputs are detached, because a graph fills the gradients of outputs that get none with zeros.
+    """
+    own = types.FunctionType(_step.__code__.replace(co_name="step"), globals(), "step")  # see `_caller`
+    compiled = torch.compile(own, **torch_compile_kwargs)
+    if torch_compile_kwargs.get("mode") != "reduce-overhead":
+        return compiled
+
+    def run(*args: Any) -> tuple[Any, Any]:
+        loss, outputs = compiled(*args)
+        return _copied(loss), outputs
+
+    return run
+
+
+def _step(
+    model: nn.Module, call: Callable[..., Any], loss_func: Callable[..., Any], batch: object, keep: bool
+) -> tuple[object, object]:
+    outputs = call(model, batch)
+    return loss_func(batch, outputs), tree_map_only(Tensor, Tensor.detach, outputs) if keep else None
 
 
 def forget_shapes() -> None:

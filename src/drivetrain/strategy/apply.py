@@ -22,6 +22,7 @@ from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError, DrivetrainWarning, UnsupportedMethodError
 from drivetrain.core.types import Batch, Settings
 from drivetrain.module.accumulation import Count
+from drivetrain.module.compilation import JointStep, LossGraph
 from drivetrain.module.ddp import wrap_ddp
 from drivetrain.module.loss_items import UNKNOWN, LossItems
 from drivetrain.module.pipeline_parts import Elsewhere
@@ -77,6 +78,10 @@ class Application:
     """What the loss is a mean over, if it was found."""
     outputs_are_read: bool = False
     """Whether anything but the loss reads the outputs of a model that trains, so that they must not be split."""
+    loss_graph: LossGraph = "apart"
+    """Whether the loop can call model and loss function as one compiled graph."""
+    joint: JointStep | None = None
+    """Model and loss function as one graph, where the plan compiles them so."""
     output_position: int = 1
     """Which argument of the loss is the model's output: `(input, output)` here, `(output, target)` in the Trainer."""
     stepping: "Stepping" = field(init=False)

@@ -58,6 +58,8 @@ class Stepping:
         is_by_row = self.count_items is None or (ctx.count_items is None and ctx.items.is_one_per_row)
         self._items_per_row = 1.0 if is_by_row else None  # about, the same on all ranks; learned from the first count
         self._loss_func = ctx.loss_func
+        self._keeps_outputs = ctx.loss_graph == "outputs"
+        self._joint = ctx.joint if ctx.joint is not None and ctx.joint.planned is ctx.loss_func else None
         self._info: BatchInfo | None = None
         self._factor: Any = None
         self._is_stepped = False  # whether `step` was called for the current micro-batch
@@ -109,8 +111,19 @@ class Stepping:
         if self.pipeline is not None:  # its gradients were computed, and weighted, when the model ran
             is_trained = isinstance(outputs, PipelineOutput) and self.pipeline.training
             return outputs.loss if is_trained else self.pipeline.joined_loss(inputs, outputs, self._user_loss)
+        return self._weighed(inputs, self._user_loss(inputs, outputs))
+
+    def loss_of(self, call: Callable[[Any, Any], Any], inputs: Any) -> Any:
+        """Call the model and return the same, in one graph where the plan compiles model and loss together."""
+        if self._joint is None:
+            return self.loss(inputs, call(self.model, inputs))
+        with self.precision.autocast(self.device.type):
+            result, _ = self._joint.run(self.model, call, self._joint.loss_func, inputs, self._keeps_outputs)
+        return self._weighed(inputs, result)
+
+    def _weighed(self, inputs: object, result: Any) -> Any:
         items = self.items_of(inputs) if torch.is_grad_enabled() else None
-        return with_first(self._user_loss(inputs, outputs), lambda loss: self.weigh(loss, items))
+        return with_first(result, lambda loss: self.weigh(loss, items))
 
     def items_of(self, inputs: object) -> Count | None:
         """Return how many items the loss of a prepared input is a mean over; None for its samples, or if nothing is divided."""

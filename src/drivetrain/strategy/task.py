@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from drivetrain.context.context import Context
 from drivetrain.core.types import Batch, Settings
+from drivetrain.module.compilation import LossGraph
 from drivetrain.module.loss_items import UNKNOWN, LossItems
 from drivetrain.module.probing import in_evaluation
 from drivetrain.strategy.apply import Application, LossFunc, PrepareInput, prepared_input, shape
@@ -50,6 +51,8 @@ class TrainingTask:
     """Counts what the loss of prepared input is a mean over; None: as `items` says, else samples."""
     items: LossItems = UNKNOWN
     """What the loss is a mean over, where `follow_task` has found it."""
+    loss_graph: LossGraph = "apart"
+    """Whether the loop can call model and loss function as one compiled graph."""
 
     def build(self) -> nn.Module:
         """Return a separate model with its own memory."""
@@ -111,7 +114,7 @@ class TrainingTask:
         context._device = resolved.site.device
         ctx = Application(
             context, resolved, self.recipe(), self.loss_func, self.prepare_input, run,
-            count_items=self.count_items, items=self.items,
+            count_items=self.count_items, items=self.items, loss_graph=self.loss_graph,
         )  # fmt: skip
         if self.find_unused_parameters:
             ctx.ddp_settings["find_unused_parameters"] = True

@@ -23,6 +23,7 @@ from drivetrain.train.batches import (
     generation_inputs,
     logits_of,
     map_tensors,
+    one_loss,
 )
 from drivetrain.train.failures import check_loss_inputs
 from drivetrain.train.finetuning import restore_frozen_modes
@@ -395,10 +396,9 @@ class TrainerHooks:
 
     def _one_loss(self, loss: Any) -> Tensor:
         """Return the loss that is trained on, of several by name, and keep all of them for the units of an `OptimSet`."""
-        if not isinstance(loss, Mapping):
-            return loss
-        self.state.losses = dict(loss)
-        return loss["loss"] if "loss" in loss else sum(loss.values())  # type: ignore[return-value]
+        if isinstance(loss, Mapping):
+            self.state.losses = dict(loss)
+        return one_loss(loss)
 
     def _form_of(self, batch: object) -> BatchForm:
         """Return how batches of this type are passed to the model."""

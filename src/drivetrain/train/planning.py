@@ -27,6 +27,7 @@ from drivetrain.core.errors import (
 )
 from drivetrain.core.event import Event
 from drivetrain.core.types import Settings
+from drivetrain.module.compilation import LossGraph
 from drivetrain.module.precision import PRECISIONS, Precision, parse_precision
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import data_group, data_rank, get_num_processes, is_master, num_data_ranks
@@ -45,7 +46,7 @@ from drivetrain.strategy.trial.process import reject_inside_trial
 from drivetrain.strategy.value import Strategy, fingerprint
 from drivetrain.train import loaders
 from drivetrain.train.auto import read_samples
-from drivetrain.train.batches import BatchForm, CallByForm, LossByForm, WholeForm
+from drivetrain.train.batches import LOSS_HOOKS, BatchForm, CallByForm, LossByForm, WholeForm, loss_graph_of
 from drivetrain.train.closures import requires_closure
 from drivetrain.train.resuming import ddp_settings
 from drivetrain.train.settings import TrainSettings
@@ -60,7 +61,7 @@ NEED_TORCH_OPTIMIZER = ("zero1", "zero2", "fsdp", "half", "fused_optimizer", "cp
 _NOT_IN_THE_LOOP = ("tensor_parallel", "pipeline_parallel", "sequence_parallel")
 """Methods whose plans have fewer data ranks than processes, so that `per_device_batch_size` would be another batch over all of them; a
 pipeline cannot run in the Trainer's loop at all."""
-_HOOKS = ("calculate_train_batch_loss", "forward", "compute_loss", "backward_step", "optimizer_step")
+_HOOKS = (*LOSS_HOOKS, "backward_step", "optimizer_step")
 """What a trial would have to call to run this Trainer's own step."""
 
 
@@ -81,6 +82,7 @@ class PlanRequest:
     loader: object  # the training loader, where it was made already
     find_form: Callable[[object, object, bool], BatchForm]
     outputs_are_read: bool  # by anything but the loss function, in training
+    loss_graph: LossGraph  # whether model and loss function may be one graph in training
     has_train_metrics: bool
     overridden_hooks: tuple[str, ...]  # which a trial would have to call
     ddp_settings: dict[str, bool]
@@ -109,7 +111,6 @@ def request_of(trainer: "Trainer") -> PlanRequest:
     folder = settings.checkpoint_dir if active is None else active.folder
     has_train_metrics = bool(run.measures.train_metrics)
     reading_events = (Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.STEP_OUTPUT)
-    reading_hooks = ("forward", "compute_loss", "calculate_train_batch_loss")
     return PlanRequest(
         state=trainer.state,
         settings=settings,
@@ -126,7 +127,8 @@ def request_of(trainer: "Trainer") -> PlanRequest:
         outputs_are_read=has_train_metrics
         or any(map(engine.listens, reading_events))
         or engine.has_algorithm_for(Event.AFTER_LOSS)
-        or any(map(trainer.overrides, reading_hooks)),
+        or any(map(trainer.overrides, LOSS_HOOKS)),
+        loss_graph=loss_graph_of(trainer),
         has_train_metrics=has_train_metrics,
         overridden_hooks=tuple(filter(trainer.overrides, _HOOKS)),
         ddp_settings=ddp_settings(trainer),
@@ -154,7 +156,7 @@ def apply_strategy(trainer: "Trainer") -> None:
     if is_shared:  # other ranks hold the same samples
         run.measures.eval_metrics.join(data_group())
         run.measures.train_metrics.join(data_group())
-    run.shared.planned_model = trainer.model
+    run.shared.planned_model, run.shared.joint = trainer.model, app.joint
     run.loss.form = None  # how a batch is passed to the model depends on the loss function
     if app.autocast_dtype is not None:
         fitting = (one for one in PRECISIONS.values() if one.autocast_dtype is app.autocast_dtype)
@@ -195,7 +197,7 @@ def _apply(request: PlanRequest) -> tuple[Strategy, Application]:
     recipe = None if request.torch_optimizer is None else recipe_of(request.torch_optimizer, model)
     can_read = _has_items(_source(request)[0])
     app = Application(request.state, resolved, recipe, sample=partial(_run_samples, request) if can_read else None)
-    app.output_position, app.outputs_are_read = 0, request.outputs_are_read
+    app.output_position, app.outputs_are_read, app.loss_graph = 0, request.outputs_are_read, request.loss_graph
     app.ddp_settings.update(request.ddp_settings)
     apply_to_called_model(app)
     reasons = tuple(dict.fromkeys((*plan.reasons, *tried, *resolved.reasons, *app.notes)))
@@ -406,6 +408,7 @@ def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:
         loss_func=None if obstacles else LossByForm(form, request.state.loss_fn),
         samples=samples,
         global_batch_size=given.global_batch_size or size * num_data_ranks(),
+        loss_graph=request.loss_graph,
         **settings,
     )
     return follow_task(task), next(iter(obstacles), None)

@@ -24,13 +24,14 @@ from drivetrain.core.event import Event
 from drivetrain.core.time import Clock, Interval
 from drivetrain.core.types import Settings, StateDict
 from drivetrain.data.loader import SmartDataLoader
+from drivetrain.module.compilation import JointStep
 from drivetrain.module.loss_items import LossWatch
 from drivetrain.module.stepper import Stepper
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.codec import pack, unpack
 from drivetrain.train import loaders
 from drivetrain.train.agreement import Agreement
-from drivetrain.train.batches import BatchForm, BatchOutput, WholeForm, batch_size_of, find_form
+from drivetrain.train.batches import BatchForm, BatchOutput, JointForm, WholeForm, batch_size_of, find_form
 from drivetrain.train.checkpoints import CheckpointSchedule
 from drivetrain.train.failures import LastGoodState, Recovery
 from drivetrain.train.items import WHOLE, KnownBatch, LossCounting, Part
@@ -90,6 +91,8 @@ class LossStep:
     find_form: Callable[[object, object, bool], BatchForm] = find_form
     form: BatchForm | None = None
     form_type: type | None = None
+    joint: JointStep | None = None  # model and loss function as one compiled graph, where nothing acts between them
+    keeps_outputs: bool = True  # whether it returns outputs
     own_loss: Callable[..., Tensor] | None = None  # the model's `loss(outputs, batch)`, where it has one
     watch: LossWatch | None = None  # follows the loss function of a compiled model's first batch
 
@@ -101,6 +104,8 @@ class LossStep:
         self.form_type = type(batch)
         own = getattr(unwrap(model), "loss", None) if isinstance(model, nn.Module) else None
         self.own_loss = own if isinstance(form, WholeForm) else None
+        if self.joint is not None:
+            form = self.form = JointForm(form, self.joint, self.keeps_outputs)
         return form
 
 
@@ -193,6 +198,7 @@ class SharedParts:
     data_ranks: "tuple[int, int, ProcessGroup | None] | None" = None
     """Which samples this rank reads by the plan; None: by its rank."""
     planned_model: nn.Module | None = None  # the model after the plan was applied, in its DDP wrapper
+    joint: JointStep | None = None  # model and loss function as one graph, where the plan compiles them so
 
 
 @dataclass(kw_only=True, eq=False, slots=True, weakref_slot=True)

@@ -33,7 +33,7 @@ from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import rng_kept
 from drivetrain.train import arguments, loaders, resuming
 from drivetrain.train.accelerator import as_runtime
-from drivetrain.train.batches import batch_size_of, check_generates, split_batch
+from drivetrain.train.batches import batch_size_of, check_generates, loss_graph_of, split_batch
 from drivetrain.train.checkpoints import prepare_folder_for
 from drivetrain.train.failures import prepare_recovery
 from drivetrain.train.items import LossCounting
@@ -142,6 +142,10 @@ def prepare_loop(trainer: "Trainer") -> None:
     run.is_ddp = isinstance(state.model, nn.parallel.DistributedDataParallel)
     run.microbatch_size = find_microbatch_size(trainer, settings.microbatch_size)
     run.loss.listens_before_loss = engine.listens(Event.BEFORE_LOSS)
+    joint = run.shared.joint
+    graph = loss_graph_of(trainer)
+    if joint is not None and joint.planned is state.loss_fn and graph != "apart":
+        run.loss.joint, run.loss.keeps_outputs, run.loss.form = joint, graph == "outputs", None
     run.loss.saw_forward = run.loss.saw_loss = False
     arguments.check_schedule_length(trainer.scheduler, run)
 

@@ -10,7 +10,14 @@ from torch import nn
 
 from drivetrain.core.errors import MethodConfigError, unknown_name
 from drivetrain.core.types import Settings
-from drivetrain.module.compilation import GraphBreaks, compile_loss, compile_module, forget_shapes
+from drivetrain.module.compilation import (
+    GraphBreaks,
+    JointStep,
+    compile_loss,
+    compile_module,
+    compile_step,
+    forget_shapes,
+)
 from drivetrain.strategy.effects import Kernels
 from drivetrain.strategy.method import Method, NoConfig, Option, Site, Stage
 from drivetrain.strategy.methods.fsdp import SHARDING
@@ -34,7 +41,7 @@ class CompileConfig:
     dynamic: bool | None = None
     fullgraph: bool = False
     include_loss: bool = True
-    """Whether the loss is compiled together with the whole model."""
+    """Whether the loss is compiled with the whole model: as one graph in a Trainer where nothing acts between them, else next to it."""
     activation_memory_budget: float = 1.0
     """Share of the activations that the compiler may keep; with less it recomputes. It applies to the whole process."""
     allow_tf32: bool = False
@@ -119,18 +126,25 @@ class NativeDynamo(Method):
         forget_shapes()
         whole = self.stage_of(config, ctx.plan.site) is Stage.COMPILE_MODEL
         compile_module(ctx.model, "model" if whole else "block", **settings)
-        # A chunked loss compiles its own inner part: what it does around it is no arithmetic.
-        if whole and config.include_loss and ctx.plan.config("chunked_cross_entropy") is None:
-            ctx.loss_changes.append(lambda loss_func: compile_loss(loss_func, **settings))
         breaks = GraphBreaks()
-        # A module stays one: it may have parameters that are saved or moved.
-        ctx.loss_changes.append(
-            lambda loss_func: loss_func if isinstance(loss_func, nn.Module) else _ReportBreaks(loss_func, breaks, ctx)
-        )
+
+        def change_loss(loss_func: Any) -> Any:
+            compiled = loss_func
+            # A chunked loss compiles its own inner part: what it does around it is no arithmetic.
+            is_compiled = whole and config.include_loss and ctx.plan.config("chunked_cross_entropy") is None
+            if is_compiled:
+                compiled = compile_loss(loss_func, **settings)
+            # A module stays one: it may have parameters that are saved or moved.
+            planned = compiled if isinstance(compiled, nn.Module) else _ReportBreaks(compiled, breaks, ctx)
+            if is_compiled and ctx.loss_graph != "apart" and ctx.plan.site.world == 1:  # DDP's hooks are not compiled
+                ctx.joint = JointStep(_ReportBreaks(compile_step(**settings), breaks, ctx), loss_func, planned)
+            return planned
+
+        ctx.loss_changes.append(change_loss)
 
 
 class _ReportBreaks:
-    """A loss function that notes the graph breaks after its first call: by then model and loss are compiled."""
+    """A loss function, or a joint step, that notes the graph breaks after its first call: by then all is compiled."""
 
     def __init__(self, loss_func: Any, breaks: GraphBreaks, ctx: "Application"):
         self.loss_func, self.breaks, self.ctx = loss_func, breaks, ctx

@@ -39,6 +39,7 @@ class Findings:
 
     def profile(
         self,
+        task: TrainingTask,
         model: nn.Module,
         groups: Sequence[BlockGroup],
         inputs: Mapping[int, object],
@@ -65,6 +66,7 @@ class Findings:
             optimizer_temporary_bytes=optimizer_temporaries,
             has_dropout=recorder.has_dropout,
             cross_entropy_head=recorder.cross_entropy_head,
+            is_one_graph=task.loss_graph == "loss",
             work=self.work,
             notes=tuple(self.notes),
             **counts_of(model),

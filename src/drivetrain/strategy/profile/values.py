@@ -109,6 +109,8 @@ class ModelProfile:
     has_dropout: bool = False
     cross_entropy_head: str | None = None
     """Name of the final Linear whose output goes into a cross entropy, or None."""
+    is_one_graph: bool = False
+    """Whether a compiler sees model and loss as one graph that returns the loss alone."""
     evidence: str = "simulated"
     """"simulated" from a run on fake tensors, "modelled" from closed forms."""
     work: Mapping[str, tuple[Work, ...]] = field(default_factory=dict)

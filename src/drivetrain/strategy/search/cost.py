@@ -176,9 +176,10 @@ def output_gradient_bytes(e: Effects, profile: ModelProfile) -> float:
     """Return the gradient of a compiled model's output, which exists while the loss still holds the output.
 
     In a loop that calls model and loss one after the other these are two compiled graphs, and the second may not write into what it was
-    given; one graph of both would. What 16 bits save of the output is half of it: the loss computes in float32 either way.
+    given; one graph of both does. What 16 bits save of the output is half of it: the loss computes in float32 either way.
     """
-    if e.compiled != "model" or e.logits_share < 1:
+    is_one_graph = profile.is_one_graph and e.data_ranks == 1  # not in DDP
+    if e.compiled != "model" or e.logits_share < 1 or is_one_graph:
         return 0.0
     half = max(0.0, profile.logits_bytes["float32"] - profile.logits_bytes["bfloat16"])
     return e.micro / e.work_ranks * half * (1.0 if e.arithmetic == "bfloat16" else 2.0)

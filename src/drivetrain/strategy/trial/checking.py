@@ -275,7 +275,7 @@ def planned_step(
 def _backward(ctx: Application, batch: Batch, call: Callable[..., Any]) -> Tensor:
     """Run forward and backward of one micro-batch and return its loss."""
     inputs = ctx.prepared(batch)
-    result = ctx.stepping.loss(inputs, call(ctx.model, inputs))
+    result = ctx.stepping.loss_of(call, inputs)
     loss: Tensor = result[0] if isinstance(result, list | tuple) else result
     loss.backward()
     return loss

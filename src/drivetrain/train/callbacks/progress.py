@@ -36,6 +36,8 @@ class ProgressBarCallback(TrainerCallback):
     printed every `plain_interval` seconds and at the end of each phase. NO_COLOR is respected.
     """
 
+    reads = ("loss", "timestamp")
+
     def __init__(self, refresh_per_second: float = 4, plain_interval: float = 30):
         self.refresh_per_second = check_number("refresh_per_second", refresh_per_second, above=0)
         self.plain_interval = check_number("plain_interval", plain_interval, above=0)

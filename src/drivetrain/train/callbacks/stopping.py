@@ -109,6 +109,8 @@ class TerminateOnNaNCallback(TrainerCallback):
     is at most two steps late. What was read is also what the progress bar shows.
     """
 
+    reads = ("loss",)
+
     def __init__(self, action: str = "raise"):
         self.action = check_choice("action", action, ("raise", "stop"), owner="TerminateOnNaNCallback")
         self.triggered = False
@@ -187,6 +189,8 @@ class LossSpike(TrainerCallback):
     The loss is the mean over all ranks, so all of them decide alike. Each spike is recorded in the history as `loss_spike`. Spikes count
     towards the limit of consecutive skipped updates (`train(nonfinite=...)`), so a loss that stays high ends the run.
     """
+
+    reads = ("loss",)
 
     rejects_batches = True
 
