@@ -16,6 +16,7 @@ from drivetrain.experiment import (
     report,
     sweep,
 )
+from drivetrain.experiment.parameters import ParameterSet
 from drivetrain.experiment.sweeps.space import make_space
 from drivetrain.experiment.sweeps.sweeping import continue_sweep
 from drivetrain.experiment.sweeps.trial import JOURNAL
@@ -81,7 +82,7 @@ def test_the_pruner_gives_bad_trials_up(tmp_path):
 
 def test_a_list_of_points_and_failures_are_understood(tmp_path):
     with pytest.raises(ParameterError, match="searches ranges"):
-        OptunaSampler(make_space([{"lr": 1.0}]), 3)
+        OptunaSampler(make_space([{"lr": 1.0}], ParameterSet()), 3)
 
     @experiment
     def fails(lr: float = 0.5):
@@ -153,7 +154,7 @@ def test_settings_of_optuna_are_checked_and_a_password_is_not_written():
     with pytest.raises(ConfigError, match="without a storage"):
         OptunaConfig(study_name="x")
     with pytest.raises(ConfigError, match="storage"):
-        OptunaSampler(make_space(SPACE), 1, config=OptunaConfig(storage="nodatabase://x"))
+        OptunaSampler(make_space(SPACE, ParameterSet()), 1, config=OptunaConfig(storage="nodatabase://x"))
     kept = OptunaConfig(storage="postgresql://me:hunter2@host/db").as_data()
     assert "hunter2" not in str(kept)
     with pytest.raises(ParameterError, match="password"):

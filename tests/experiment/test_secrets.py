@@ -15,7 +15,7 @@ from drivetrain.checkpoint.checkpointer import Checkpointer
 from drivetrain.context.context import Context
 from drivetrain.core.errors import ParameterError, ResumeError, SweepError
 from drivetrain.core.secret import MASK
-from drivetrain.experiment import Param, Secret, Trial, experiment, find_runs, parameter, sweep
+from drivetrain.experiment import Choice, Param, Secret, Trial, experiment, find_runs, parameter, read_run, sweep
 from drivetrain.experiment.reports import write_report
 from drivetrain.record.recorder import Recorder
 
@@ -264,3 +264,36 @@ def test_tables_files_and_errors_of_a_sweep_hold_no_secret(tmp_path):
     assert stat.S_IMODE(result.folder.stat().st_mode) == 0o700
     entries = [json.loads(line) for line in (result.folder / "sweep.jsonl").read_text().splitlines()]
     assert entries[0]["params"]["typed"] == MASK and entries[1]["params"]["api_key"] == MASK
+
+
+NOBODY = Secret("nobody")
+
+
+@dataclass
+class Service:
+    login: Secret[str] = NOBODY
+    url: str = ""
+
+
+@experiment
+def served(service: Service, api_key: str | None = None, x: int = 0):
+    return service.login.reveal() != "nobody" or api_key is not None
+
+
+@pytest.mark.parametrize(
+    ("space", "fixed"),
+    [
+        ({"api-key": [VALUE]}, {}),
+        ([{"api-key": VALUE}], {}),
+        ({"x": [1]}, {"api-key": VALUE}),
+        ({"x": [1]}, {"service": {"login": VALUE}}),
+        ([{"service": {"login": VALUE, "url": "u"}}], {}),
+        ({"service": Choice({"login": VALUE}, {"login": VALUE})}, {}),
+    ],
+)
+def test_a_secret_of_a_sweep_is_masked_however_it_is_written(tmp_path, space, fixed):
+    result = sweep(served, space, params={"output_dir": str(tmp_path), **fixed})
+    result.to_csv(tmp_path / "table.csv")
+    assert result.table() and VALUE not in result.table()
+    assert_nowhere(tmp_path)
+    assert all(read_run(trial.run_dir).result is True for trial in result)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,11 @@ from drivetrain.experiment import (
     report,
     sweep,
 )
+from drivetrain.experiment.parameters import ParameterSet
 from drivetrain.experiment.sweeps.space import make_space
 from drivetrain.experiment.sweeps.sweeping import continue_sweep
 from drivetrain.experiment.sweeps.trial import JOURNAL
+from drivetrain.runtime import current_run
 
 CALLS = []
 
@@ -164,7 +167,7 @@ def test_ranges_are_checked():
     ):
         with pytest.raises(ParameterError):
             make()
-    assert make_space({"a": 3, "b": (1, 2)}).grid() == [{"a": 3, "b": 1}, {"a": 3, "b": 2}]
+    assert make_space({"a": 3, "b": (1, 2)}, ParameterSet()).grid() == [{"a": 3, "b": 1}, {"a": 3, "b": 2}]
 
 
 def test_failures_stop_no_other_trial_and_are_named_at_the_end(tmp_path):
@@ -189,8 +192,6 @@ def test_retries_continue_first_from_the_folder_then_begin_anew(tmp_path):
 
     @experiment
     def flaky(x: int = 0):
-        from drivetrain.runtime import current_run
-
         folders.append(current_run().folder.name)
         if len(folders) < 3:
             raise ValueError("not yet")
@@ -466,14 +467,18 @@ CONDITIONAL = {
 
 
 def test_a_condition_varies_a_parameter_only_where_another_has_its_value(tmp_path):
-    points = make_space(CONDITIONAL).grid()
+    points = make_space(CONDITIONAL, ParameterSet()).grid()
     assert points == [
         {"name": "sgd", "lr": 0.1},
         {"name": "sgd", "lr": 0.2, "size": 1},
         {"name": "sgd", "lr": 0.2, "size": 2},
         {"name": "adam"},
     ]
-    assert make_space(dict(reversed(CONDITIONAL.items()))).grid()[1] == {"size": 1, "lr": 0.2, "name": "sgd"}
+    assert make_space(dict(reversed(CONDITIONAL.items())), ParameterSet()).grid()[1] == {
+        "size": 1,
+        "lr": 0.2,
+        "name": "sgd",
+    }
     first = sweep(bowl, CONDITIONAL, params=place(tmp_path), objective="loss")
     assert [t.params for t in first] == points and CALLS[-1] == (0.1, 1)  # elsewhere the default
     journal = first.folder / JOURNAL
@@ -571,3 +576,86 @@ def test_trials_that_return_several_numbers_without_an_objective_are_warned_abou
     found = [record.getMessage() for record in caplog.records if "no value to compare" in record.getMessage()]
     assert [trial.value for trial in result] == [None, None]
     assert len(found) == 1 and "it returned loss, seconds. Choose one with objective=" in found[0]
+
+
+@dataclass
+class Rule:
+    lr: float = 0.1
+    momentum: float = 0.0
+
+
+@experiment
+def nested(rule: Rule, batch_size: int = 1, activation=math.tanh):
+    return rule.lr + rule.momentum
+
+
+@pytest.mark.parametrize(
+    "space", [[{"rule": {"lr": 1.0}}], {"rule": {"lr": [1.0]}}, {"rule": Choice({"lr": 1.0})}, {"rule.lr": 1.0}]
+)
+def test_parameters_of_all_trials_within_a_group_stay(tmp_path, space):
+    (trial,) = sweep(nested, space, params={**place(tmp_path), "rule": {"momentum": 0.5}})
+    assert trial.value == 1.5
+
+
+def test_names_may_be_written_as_on_a_command_line(tmp_path):
+    space = {"batch-size": [1, 2], "rule.lr": Choice(1.0, 2.0).when({"batch-size": 2})}
+    result = sweep(nested, space, params=place(tmp_path))
+    assert [trial.params.get("batch_size") for trial in result] == [1, 2, 2]
+
+
+def test_a_sweep_that_is_interrupted_again_and_again_stays_in_the_folders_of_its_trials(tmp_path):
+    folders = []
+
+    @experiment
+    def slow(x: int = 0):
+        folders.append(current_run().folder.name)
+        if len(folders) < 4:
+            raise KeyboardInterrupt
+        if len(folders) < 5:
+            raise ValueError("fails once")
+        return 1.0
+
+    options = {"params": place(tmp_path), "retries": 1}
+    for _ in range(3):
+        folder = next((tmp_path / "slow" / "sweeps").glob("*"), None)
+        with pytest.raises(KeyboardInterrupt):
+            sweep(slow, {"x": [1]}, resume=folder, **options)
+    (trial,) = sweep(slow, {"x": [1]}, resume=folder, **options)
+    assert folders == ["trial-0000"] * 5 and trial.value == 1.0 and trial.attempts == 2
+
+
+def test_a_continuous_range_of_a_whole_number_is_an_error_before_the_first_trial(tmp_path):
+    with pytest.raises(ParameterError, match="batch_size cannot be .*: expected a whole number"):
+        sweep(nested, {"batch_size": Uniform(1, 8)}, sampler="random", n_trials=2, params=place(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_functions_are_the_same_values_when_a_sweep_is_resumed(tmp_path):
+    for sampler in ("grid", "random"):
+        space = lambda: {"activation": Choice(lambda x: x, math.tanh)}
+        options = {"params": place(tmp_path), "sampler": sampler, "n_trials": 2}
+        first = sweep(nested, space(), **options)
+        assert len(sweep(nested, space(), resume=first.folder, **options)) == 2
+        assert " at 0x" not in (first.folder / JOURNAL).read_text()
+
+
+def test_a_result_that_no_float_can_hold_is_no_value(tmp_path):
+    @experiment
+    def huge(bits: int = 1):
+        return 2**bits
+
+    result = sweep(huge, {"bits": [3, 3000]}, params=place(tmp_path))
+    assert [trial.value for trial in result] == [8.0, None]
+    assert [record.state for record in find_runs(result.folder)] == ["finished", "finished"]
+
+
+def test_a_sweep_that_is_resumed_by_a_relative_path_keeps_whole_paths(tmp_path, monkeypatch):
+    first = sweep(bowl, {"size": [1, 2, 3]}, params=place(tmp_path), objective="loss", n_trials=1)
+    monkeypatch.chdir(first.folder.parent)
+    again = sweep(bowl, {"size": [1, 2, 3]}, params=place(tmp_path), objective="loss", resume=first.folder.name)
+    assert {trial.run_dir.parent for trial in again} == {first.folder}
+
+
+def test_an_objective_of_a_plain_number_is_explained(tmp_path):
+    with pytest.raises(SweepError, match="no objective 'loss' .returned: a number without a name"):
+        sweep(nested, {"batch_size": [1]}, params=place(tmp_path), objective="loss")

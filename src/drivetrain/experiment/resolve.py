@@ -305,6 +305,11 @@ def _leaves(
             yield name, value, (*path, str(key))
 
 
+def full_names(values: Mapping[str, object], parameters: ParameterSet) -> Settings:
+    """Return values by the full names of their parameters: `{"opt": {"lr": 1}}` is `{"opt.lr": 1}`."""
+    return {name: value for name, (value, _) in flatten(values, parameters).items()}
+
+
 def groups_of(parameters: ParameterSet) -> list[str]:
     """Return the names that have parameters within, such as `opt` of `opt.lr`."""
     parts = [name.split(".") for name in parameters]

@@ -45,6 +45,8 @@ MAX_DIFF = 500_000
 """Characters of a git diff that are kept; generated files can have millions."""
 PACKAGE_LINE = re.compile(r"^(Name|Version): *(.*?)\r?$", re.MULTILINE)
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+LARGEST_INT = 10**290
+"""Whole numbers beyond are text, because no float holds them, and readers of JSON reject them."""
 HEARTBEAT_SECONDS = 10.0
 
 
@@ -132,6 +134,8 @@ def plain(value: object) -> Any:
         return sorted((plain(item) for item in value), key=str)
     if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
         return {name: plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    if isinstance(value, int) and abs(value) > LARGEST_INT:
+        return hex(value)
     for kind in (bool, int, float):
         if isinstance(value, kind):  # a subclass too, such as a numpy float
             return kind(value)

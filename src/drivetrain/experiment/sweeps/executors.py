@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.time import Time, TimeUnit
 from drivetrain.core.types import Settings
+from drivetrain.experiment.resolve import Resolved, full_names
 from drivetrain.experiment.run_folder import STATUS, read_json
 from drivetrain.experiment.running import run_experiment
 from drivetrain.experiment.sweeps.trial import (
@@ -55,10 +56,15 @@ class TrialWork:
         """Return what travels to another process, which loads the experiment itself and reports over a channel."""
         return replace(self, experiment=None, should_prune=never_prune)  # type: ignore[arg-type]
 
+    def resolve(self, trial: Trial, experiment: "Experiment") -> Resolved:
+        """Return the parameters of a trial: its own, and those that all trials have, within a group of parameters too."""
+        fixed, own = (full_names(values, experiment.parameters) for values in (self.fixed, trial.params))
+        return experiment.resolve(fixed | own)
+
     def call(self, trial: Trial, experiment: "Experiment | None" = None) -> Any:
         """Run a trial in this process, in its folder, and return what the experiment returns."""
         experiment = experiment or self.experiment
-        resolved = experiment.resolve(self.fixed | trial.params)
+        resolved = self.resolve(trial, experiment)
         if not resolved.is_declared("random_seed"):
             from drivetrain.runtime.seeds import derive_seed
 

@@ -8,20 +8,25 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import ParameterError
 from drivetrain.core.files import is_regular, load_json, read_limited
 from drivetrain.core.locking import is_locked
-from drivetrain.core.secret import hide, masked
+from drivetrain.core.secret import hide
 from drivetrain.experiment.run_folder import METRICS, is_number, plain
 from drivetrain.experiment.sweeps.executors import Executor, TrialWork
 from drivetrain.experiment.sweeps.result import Goal, SweepResult
 from drivetrain.experiment.sweeps.samplers import Sampler
-from drivetrain.experiment.sweeps.trial import ASKED, FAILED, FINISHED, RUNNING, Journal, Trial, TrialOutcome
-
-if TYPE_CHECKING:
-    from drivetrain.experiment.experiments import Experiment
+from drivetrain.experiment.sweeps.trial import (
+    ASKED,
+    FAILED,
+    FINISHED,
+    RUNNING,
+    Journal,
+    Trial,
+    TrialOutcome,
+    without_secrets,
+)
 
 logger = logging.getLogger("drivetrain")
 
@@ -65,6 +70,7 @@ class SweepLoop:
             for trial in self.trials.values():  # of an earlier part of the sweep: what was begun runs first
                 self.sampler.replay(trial)
                 if trial.status in (ASKED, RUNNING) or (trial.status == FAILED and trial.attempts <= self.retries):
+                    trial.attempts -= trial.status == RUNNING  # what was interrupted is continued, and is no retry
                     trial.status = ASKED
                     self.waiting.append(trial)
                     _wait_for_orphan(trial)
@@ -85,7 +91,8 @@ class SweepLoop:
                 break
             if trial.index not in self.trials:
                 self.trials[trial.index] = trial
-                self.journal.write(ASKED, index=trial.index, params=without_secrets(self.work.experiment, trial.params))
+                params = without_secrets(trial.params, self.work.experiment.parameters.secrets)
+                self.journal.write(ASKED, index=trial.index, params=params)
             trial.begin(self.folder)
             self.journal.write("started", index=trial.index, attempts=trial.attempts, run_dir=trial.run_dir)
             self._changed()
@@ -100,7 +107,7 @@ class SweepLoop:
         error, experiment = outcome.error, self.work.experiment
         if error is not None and experiment.parameters.secrets:
             with suppress(ParameterError):  # the trial failed because of it, before it could hold a secret
-                error = hide(error, experiment.resolve(self.work.fixed | trial.params).hidden())
+                error = hide(error, self.work.resolve(trial, experiment).hidden())
         trial.settle(outcome.status, error, outcome.seconds, metrics)
         if outcome.status == FINISHED:
             trial.judge(self.goal.names, plain(outcome.result))
@@ -139,12 +146,6 @@ class SweepLoop:
     def _changed(self) -> None:
         if self.on_change is not None:
             self.on_change(self._result())
-
-
-def without_secrets(experiment: "Experiment", values: Mapping[str, object]) -> dict[str, object]:
-    """Return parameters with secrets masked, for the journal."""
-    secrets = experiment.parameters.secrets
-    return {name: masked(value, is_secret=name in secrets) for name, value in values.items()}
 
 
 def _wait_for_orphan(trial: Trial) -> None:

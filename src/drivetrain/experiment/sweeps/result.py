@@ -4,7 +4,7 @@ import csv
 import functools
 import io
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,17 @@ from typing import Any
 from drivetrain.core.display import printable, spreadsheet_cell
 from drivetrain.core.errors import ExperimentError, MissingExtra
 from drivetrain.core.files import PRIVATE_FILE, replacing
-from drivetrain.core.secret import masked
 from drivetrain.core.types import Settings
 from drivetrain.experiment.run_folder import plain
-from drivetrain.experiment.sweeps.trial import FAILED, INTERRUPTED, RUNNING, TIMED_OUT, Trial, read_journal
+from drivetrain.experiment.sweeps.trial import (
+    FAILED,
+    INTERRUPTED,
+    RUNNING,
+    TIMED_OUT,
+    Trial,
+    read_journal,
+    without_secrets,
+)
 
 __all__ = ["SweepResult", "Trial", "read_sweep"]
 
@@ -73,7 +80,7 @@ class SweepResult(list[Trial]):
         *,
         goal: Goal | None = None,
         folder: Path | None = None,
-        secrets: Container[str] = (),
+        secrets: Collection[str] = (),
         total: int | None = None,
         slots: int = 1,
     ):
@@ -89,7 +96,7 @@ class SweepResult(list[Trial]):
 
     def shown(self, trial: Trial) -> Settings:
         """Return the parameters of a trial in plain values, with secrets masked."""
-        return {name: plain(masked(value, is_secret=name in self._secrets)) for name, value in trial.params.items()}
+        return plain(without_secrets(trial.params, self._secrets))
 
     @property
     def ranked(self) -> list[Trial]:

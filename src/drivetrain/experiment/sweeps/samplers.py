@@ -236,6 +236,7 @@ class OptunaSampler(_CountingSampler):
         if stored is not None:
             if not stored.state.is_finished():
                 self._asked[trial.index] = optuna.Trial(self.study, stored._trial_id)
+                self._steps[trial.index] = set(stored.intermediate_values)
                 if trial.is_over:
                     self.tell(trial)
             return

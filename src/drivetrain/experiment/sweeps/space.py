@@ -6,15 +6,17 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from drivetrain.core.errors import ParameterError, unknown_name
-from drivetrain.core.secret import MASK, masked
+from drivetrain.core.secret import MASK
 from drivetrain.core.types import Settings
-from drivetrain.experiment.resolve import given_in_python
-from drivetrain.experiment.run_folder import plain
+from drivetrain.experiment.parameters import ParameterSet
+from drivetrain.experiment.resolve import full_names, given_in_python
+from drivetrain.experiment.run_folder import ADDRESS, plain
+from drivetrain.experiment.sweeps.trial import without_secrets
 
 if TYPE_CHECKING:
     from drivetrain.experiment.experiments import Experiment
@@ -39,7 +41,8 @@ class Axis:
         if not given:
             raise ParameterError("when() has no conditions. Name other parameters, as in when(optimizer='sgd').")
         twin = copy.copy(self)
-        values = {name: tuple(value) if isinstance(value, list | tuple) else (value,) for name, value in given.items()}
+        as_tuple = lambda value: tuple(value) if isinstance(value, list | tuple) else (value,)
+        values = {name.replace("-", "_"): as_tuple(value) for name, value in given.items()}
         object.__setattr__(twin, "conditions", {**self.conditions, **values})
         return twin
 
@@ -212,25 +215,30 @@ class ParameterSpace:
             ]
         return [{name: point[name] for name in self.axes if name in point} for point in points]
 
-    def describe(self, secrets: Container[str] = ()) -> list[object]:
+    def describe(self, secrets: Collection[str] = ()) -> list[object]:
         """Return what makes two spaces the same, in plain values; secrets are masked."""
+        text_of = lambda value: ADDRESS.sub("", repr(value))
         if self.points is not None:
-            shown = [
-                {name: masked(value, is_secret=name in secrets) for name, value in point.items()}
-                for point in self.points
-            ]
-            return [sorted((name, repr(value)) for name, value in point.items()) for point in shown]
-        return [[name, MASK if name in secrets else repr(axis)] for name, axis in self.axes.items()]
+            shown = [without_secrets(point, secrets) for point in self.points]
+            return [sorted((name, text_of(value)) for name, value in point.items()) for point in shown]
+        return [[name, MASK if _is_secret(name, secrets) else text_of(axis)] for name, axis in self.axes.items()]
 
-    def as_data(self, secrets: Container[str] = ()) -> Settings | None:
+    def as_data(self, secrets: Collection[str] = ()) -> Settings | None:
         """Return plain values from which `space_from` makes the space again, None where it holds secrets or other objects."""
+        names = self.axes if self.points is None else [name for point in self.points for name in point]
+        if any(_is_secret(name, secrets) for name in names):
+            return None
         if self.points is not None:
-            points = [plain(point) for point in self.points]
-            return None if any(name in secrets for point in points for name in point) else {"points": points}
-        if any(name in secrets or type(axis).__name__ not in AXES for name, axis in self.axes.items()):
+            return plain({"points": self.points})
+        if any(type(axis).__name__ not in AXES for axis in self.axes.values()):
             return None
         axes = self.axes.items()
         return plain({"axes": [[name, type(axis).__name__, axis.examples(), axis.conditions] for name, axis in axes]})
+
+
+def _is_secret(name: str, secrets: Collection[str]) -> bool:
+    """Return whether a parameter is a secret, or a group of parameters that has one."""
+    return any(f"{secret}.".startswith(f"{name}.") for secret in secrets)
 
 
 def space_from(data: object, experiment: "Experiment", described: object) -> object | None:
@@ -242,7 +250,8 @@ def space_from(data: object, experiment: "Experiment", described: object) -> obj
 
         try:
             space = _rebuilt(data, value_of)
-            if json.loads(json.dumps(make_space(space).describe(experiment.parameters.secrets))) == described:
+            made = make_space(space, experiment.parameters)
+            if json.loads(json.dumps(made.describe(experiment.parameters.secrets))) == described:
                 return space
         except (ParameterError, KeyError, TypeError, ValueError, AttributeError):
             continue
@@ -262,7 +271,7 @@ def _rebuilt(data: Any, value_of: Callable[[str, object], object]) -> object:
     return space
 
 
-def make_space(space: object) -> ParameterSpace:
+def make_space(space: object, parameters: ParameterSet) -> ParameterSpace:
     """Read what a user gave: a list of dicts, or a mapping of names to axes, lists and constants."""
     if isinstance(space, Mapping):
         if not space:
@@ -270,9 +279,9 @@ def make_space(space: object) -> ParameterSpace:
                 "the space of a sweep is empty. Give at least one parameter, as in {'lr': Choice(0.1, 0.2)}."
             )
         axes = {}
-        for name, value in space.items():
+        for name, value in full_names(space, parameters).items():
             values = value if isinstance(value, list | tuple) else [value]
-            axes[str(name)] = value if isinstance(value, Axis) else Choice(*values)
+            axes[name] = value if isinstance(value, Axis) else Choice(*values)
         return ParameterSpace(None, axes)
     points = list(space) if isinstance(space, list | tuple) else None
     if not points or not all(isinstance(point, Mapping) for point in points):
@@ -280,14 +289,16 @@ def make_space(space: object) -> ParameterSpace:
             f"the space of a sweep cannot be {space!r}. Expected a list of parameter dicts (see param_matrix), or a dict such as "
             "{'lr': LogUniform(1e-4, 1e-1)}."
         )
-    return ParameterSpace(tuple(dict(point) for point in points), {})
+    return ParameterSpace(tuple(full_names(point, parameters) for point in points), {})
 
 
 def check_space(experiment: "Experiment", space: ParameterSpace, fixed: Mapping[str, object]) -> None:
     """Check every name, condition and example value against the experiment's parameters, before the first trial."""
     _ = space.order
     samples: list[Mapping[str, object]] = [fixed, *(space.points or ())]
-    samples += [{name: value} for name, axis in space.axes.items() for value in axis.examples()]
+    # A draw as well: both ends of a range may be whole numbers.
+    tried = {name: (*axis.examples(), axis.draw(random.Random(0))) for name, axis in space.axes.items()}
+    samples += [{name: value} for name, values in tried.items() for value in values]
     for sample in samples:
         for name, given in given_in_python(sample, experiment.parameters, "sweep", takes_choices=True).items():
             if name in OWN_FOLDER:

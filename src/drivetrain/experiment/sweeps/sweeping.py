@@ -12,9 +12,10 @@ from drivetrain.core.locking import FolderLock
 from drivetrain.core.time import Time, TimeUnit, ensure_time
 from drivetrain.core.types import Settings
 from drivetrain.experiment.directions import direction_of
+from drivetrain.experiment.resolve import full_names
 from drivetrain.experiment.run_folder import SWEEPS, fresh_name, make_folder, plain
 from drivetrain.experiment.sweeps.executors import Executor, InlineExecutor, TrialWork, visible_gpus
-from drivetrain.experiment.sweeps.loop import OnChange, SweepLoop, without_secrets
+from drivetrain.experiment.sweeps.loop import OnChange, SweepLoop
 from drivetrain.experiment.sweeps.result import Goal, SweepResult
 from drivetrain.experiment.sweeps.samplers import (
     NAMES,
@@ -25,7 +26,7 @@ from drivetrain.experiment.sweeps.samplers import (
     Sampler,
 )
 from drivetrain.experiment.sweeps.space import ParameterSpace, check_space, make_space, space_from
-from drivetrain.experiment.sweeps.trial import SCHEMA, Trial, read_journal
+from drivetrain.experiment.sweeps.trial import SCHEMA, Trial, read_journal, without_secrets
 
 if TYPE_CHECKING:
     from drivetrain.experiment.experiments import Experiment
@@ -79,7 +80,8 @@ def sweep(
     """
     check_choice("on_failure", on_failure, ["raise", "return"])
     check_count("retries", retries, at_least=0)
-    fixed, wanted, goal = dict(params or {}), make_space(space), make_goal(experiment, objective, direction, resume)
+    fixed, wanted = full_names(params or {}, experiment.parameters), make_space(space, experiment.parameters)
+    goal = make_goal(experiment, objective, direction, resume)
     check_space(experiment, wanted, fixed)
     sampler = _with_study_name(sampler, resume)
     chosen = make_sampler(sampler, wanted, n_trials=n_trials, seed=seed, directions=goal.directions)
@@ -91,7 +93,7 @@ def sweep(
         "schema": SCHEMA,
         "experiment": experiment.name,
         "space": wanted.describe(secrets),
-        "params": plain(without_secrets(experiment, fixed)),
+        "params": plain(without_secrets(fixed, secrets)),
         "sampler": sampler_name(sampler),
         "seed": seed,
         **goal.as_data,
@@ -101,7 +103,7 @@ def sweep(
         "start": {"executor": executor if isinstance(executor, str) else None, "trial_timeout": timeout, **start},
     }
     trials = [] if resume is None else _earlier_trials(Path(resume), header)
-    folder = Path(resume) if resume is not None else _new_folder(experiment, wanted, fixed)
+    folder = Path(resume).resolve() if resume is not None else _new_folder(experiment, wanted, fixed)
     with FolderLock(folder) as lock:
         if not lock.acquire():
             raise ConfigError(f"the sweep {folder} is still running: {lock.holder}. Wait until it ends.")

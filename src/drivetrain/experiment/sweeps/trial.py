@@ -8,7 +8,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,7 +73,7 @@ class Trial:
         """Take the objectives from the metrics, without a name the returned number; the trial fails where one is missing."""
         missing = [name for name in objectives if name not in self.metrics]
         if missing:
-            known = ", ".join(self.metrics) or "no numbers"
+            known = ", ".join(self.metrics) or ("a number without a name" if is_number(result) else "no numbers")
             self.status = FAILED
             self.error = f"the experiment returned no objective {missing[0]!r} (returned: {known})."
         elif len(objectives) > 1:
@@ -96,6 +96,18 @@ class Trial:
     def is_over(self) -> bool:
         """Nothing more will happen to it."""
         return self.status in ENDS
+
+
+def without_secrets(values: Mapping[str, object], secrets: Collection[str], prefix: str = "") -> Settings:
+    """Return parameters with secrets masked; also those within a group of parameters."""
+    found: Settings = {}
+    for key, value in values.items():
+        name = prefix + key.replace("-", "_")
+        if isinstance(value, Mapping) and any(secret.startswith(f"{name}.") for secret in secrets):
+            found[key] = without_secrets(value, secrets, f"{name}.")
+        else:
+            found[key] = masked(value, is_secret=name in secrets)
+    return found
 
 
 @dataclass
