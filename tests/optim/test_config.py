@@ -5,6 +5,7 @@ import importlib
 import io
 import textwrap
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.optim import (
     ConstantLr,
+    CosineLr,
     LambdaLr,
     NoamLr,
     OptimScheduler,
@@ -370,3 +372,13 @@ class TestAsOptimSet:
     def test_a_torch_optimizer_of_another_model_is_refused(self):
         with pytest.raises(ConfigError, match="parameters that are not in the model"):
             as_optim_set({"a": torch.optim.SGD(EncoderDecoder().parameters(), lr=0.1)}, EncoderDecoder())
+
+
+def test_numbers_of_numpy_are_numbers():
+    model = EncoderDecoder()
+    conf = {"optim_loss": {"loss": np.float32(0.5)}, "total_steps": np.int64(4), "warmup_steps": np.int64(1)}
+    optim = OptimSet(CosineLr("SGD", {"lr": np.float64(0.5)}, model, grad_clip=np.float32(2), **conf))
+    again = OptimSet.from_yaml(io.StringIO(to_yaml(optim)), model)
+    assert again["main"].lr_at(2) == optim["main"].lr_at(2) and again["main"].loss_terms == (("loss", 0.5),)
+    with pytest.raises(ConfigError, match=r"optim_loss\['loss'\]=nan"):
+        CosineLr("SGD", {"lr": 0.5}, model, optim_loss={"loss": float("nan")})

@@ -273,6 +273,86 @@ def test_muon_hybrid_takes_a_model_names_or_groups():
         MuonHybrid(model.parameters(), adam_match=())
 
 
+def test_settings_of_a_group_for_adamw_count():
+    bias, weight = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, 2))
+    own = {"lr": 0.3, "betas": (0.5, 0.6), "eps": 0.1, "weight_decay": 0.2}
+    for group in ({"params": [bias]}, {"params": [weight], "muon": False}):
+        (made,) = MuonHybrid([{**group, **own}]).param_groups
+        assert {name: made[name] for name in own} == own
+    (both,) = MuonHybrid([{"params": [bias], **own, "adam_lr": 0.7}]).param_groups
+    assert both["lr"] == 0.7 and both["betas"] == (0.5, 0.6)
+    muon, adam = MuonHybrid([{"params": [("w", weight), ("b", bias)], "lr": 0.3}], adam_lr=0.1).param_groups
+    assert (muon["lr"], adam["lr"]) == (0.3, 0.1)
+    unit = ConstantLr("MuonHybrid", None, nn.Linear(2, 2), param_groups=[{"match": "bias", "lr": 1e-5}])
+    assert [group["lr"] for group in unit.optimizer.param_groups] == [0.02, 1e-5]
+
+
+@pytest.mark.parametrize("shape", [(4, 0), (0, 4), (3, 0, 2)])
+def test_empty_matrices_need_no_update(shape):
+    empty, weight = nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.eye(2))
+    optimizer = MuonHybrid([("empty", empty), ("weight", weight)])
+    empty.grad, weight.grad = torch.zeros(shape), torch.ones(2, 2)
+    optimizer.step()
+    assert not torch.equal(weight, torch.eye(2))
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (3, 2)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Lion,
+        AdamWScheduleFree,
+        lambda params: SGDScheduleFree(params, weight_decay=0.1),
+        lambda params: MuonHybrid(params, adam_match=()),
+        lambda params: Cautious(torch.optim.AdamW(params)),
+        lambda params: Lookahead(Lion(params), k=2),
+    ],
+)
+def test_a_complex_number_is_updated_as_two_real_ones(make, shape):
+    generator = torch.Generator().manual_seed(3)
+    whole = nn.Parameter(torch.randn(shape, dtype=torch.complex128, generator=generator))
+    parts = nn.Parameter(torch.view_as_real(whole.detach()).flatten().clone())
+    optimizers = make([whole]), make([parts])
+    for _ in range(5):
+        whole.grad = torch.randn(shape, dtype=torch.complex128, generator=generator)
+        parts.grad = torch.view_as_real(whole.grad).flatten().clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(torch.view_as_real(whole.detach()).flatten(), parts.detach())
+
+
+def test_complex_matrices_have_no_muon_and_no_soap():
+    weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match="not matrices of real numbers"):
+        MuonHybrid([{"params": [weight], "muon": True}])
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(ConfigError, match="complex"):
+        SOAP([weight]).step()
+
+
+@pytest.mark.parametrize(
+    ("plain", "ours"),
+    [
+        (lambda p: torch.optim.AdamW(p, lr=0.1), lambda p: DecoupledAdamW(p, lr=0.1, weight_decay=1e-4)),
+        (lambda p: torch.optim.SGD(p, lr=0.1), lambda p: DecoupledSGDW(p, lr=0.1, weight_decay=1e-4)),
+    ],
+)
+def test_decoupled_optimizers_go_on_from_torchs_states(plain, ours):
+    start, steps = torch.randn(4, dtype=F64), gradients(3, 4)
+    weight, optimizer = follow(plain, start, steps)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["weight_decay"] = 1e-4
+    other = ours([nn.Parameter(weight.detach().clone())])
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["initial_lr"] == 0.1
+    before = other.param_groups[0]["params"][0].detach().clone()
+    other.param_groups[0]["params"][0].grad = torch.zeros(4, dtype=F64)
+    optimizer.param_groups[0]["weight_decay"], weight.grad = 0.0, torch.zeros(4, dtype=F64)
+    optimizer.step()
+    other.step()  # the step of torch, from weights that are smaller by the decay
+    torch.testing.assert_close(other.param_groups[0]["params"][0], weight - before * 1e-4)
+
+
 def test_both_rates_keep_their_ratio_under_a_schedule():
     model = net()
     unit = CosineLr("MuonHybrid", {"lr": 0.02, "adam_lr": 0.001}, model, total_steps=10)
@@ -348,6 +428,33 @@ def test_cautious_equals_its_formula_and_leaves_decay_alone():
         p = p * (1 - 0.05 * 0.1) - u * mask / mask.mean().clamp(min=1e-3)
     torch.testing.assert_close(weight.detach(), p)
     assert optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_cautious_maximises_too(optimizer):
+    def make(params):
+        return Cautious(optimizer(params, lr=0.1, maximize=True))
+
+    steps = gradients(4, 6)
+    up, _ = follow(make, torch.zeros(6, dtype=F64), steps)
+    down, _ = follow(make, torch.zeros(6, dtype=F64), [-step for step in steps])
+    assert torch.equal(up, -down) and up.abs().min() > 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.Adafactor(p, lr=0.1, weight_decay=0.5),
+        lambda p: Lookahead(Lion(p, lr=0.1, weight_decay=0.5)),
+        lambda p: SAMOptimizer(torch.optim.AdamW(p, lr=0.1, weight_decay=0.5), interval=2),
+    ],
+)
+def test_cautious_leaves_every_decoupled_decay_alone(make):
+    """With a gradient against which the decay pulls, a masked decay would leave the weight larger."""
+    start, step = torch.full((3,), -1.0, dtype=F64), torch.full((3,), 1e-9, dtype=F64)
+    weight, _ = follow(lambda p: Cautious(make(p)), start, [step])
+    plain, _ = follow(make, start, [step])
+    torch.testing.assert_close(weight, plain)
 
 
 def test_soap_with_fixed_axes_equals_adam_in_the_rotated_basis():

@@ -1,14 +1,16 @@
 """One unit in a hand-written loop: clocks, windows, gradients, clipping, non-finite gradients, arguments."""
 
+import copy
 import logging
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from drivetrain.core.errors import BatchOutputError, ConfigError, SharedGraphError
-from drivetrain.optim import ConstantLr, CosineLr, NoamLr, OptimScheduler, StepLr
+from drivetrain.optim import ConstantLr, CosineLr, LambdaLr, NoamLr, OptimScheduler, OptimSet, StepLr
 from tests.optim.models import EncoderDecoder, batches, losses_of, own_gradients, same, weights
 
 
@@ -238,6 +240,61 @@ def test_a_group_added_later_is_scheduled_too():
     for x in batches(2):
         unit.step(losses_of(model, x))
     assert unit.optimizer.param_groups[1]["lr"] == pytest.approx(unit.get_lr() / 2)
+
+
+@pytest.mark.parametrize("is_part", [True, False])
+def test_parameters_of_a_group_added_later_are_the_units_own(is_part):
+    """They are clipped, cleared, saved and labelled like those it was built with."""
+
+    def build():
+        model = EncoderDecoder()
+        optim = OptimSet(ConstantLr("SGD", {"lr": 0.1, "momentum": 0.9}, model, accum_grad=2))
+        return model, optim, torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    def add(model, optim, extra):
+        if is_part:
+            model.extra = extra
+        optim["main"].optimizer.add_param_group({"params": [extra], "lr": 0.02})
+
+    def run(model, optim, extra, xs):
+        for x in xs:
+            optim.backward(losses_of(model, x)["loss"] + (extra * x.mean()).sum())
+            optim.step()
+            optim.zero_grad()
+
+    model, optim, extra = build()
+    xs = batches(7)
+    run(model, optim, torch.zeros(1), xs[:2])
+    add(model, optim, extra)
+    reference, plain = torch.ones(2, dtype=torch.float64), EncoderDecoder()
+    plain.load_state_dict(model.state_dict(), strict=False)
+    run(model, optim, extra, xs[2:4])
+    grads = [
+        g / 2 for g in torch.autograd.grad(sum(losses_of(plain, x)["loss"] for x in xs[2:4]), list(plain.parameters()))
+    ]
+    own = torch.full((2,), float(sum(x.mean() for x in xs[2:4]) / 2), dtype=torch.float64)
+    norm = torch.cat([g.flatten() for g in (*grads, own)]).norm()
+    torch.testing.assert_close(extra.detach(), reference - 0.02 * own * min(1.0, float(1 / (norm + 1e-6))))
+    assert extra.grad is None and [group["unit"] for group in optim.param_groups] == ["main", "main"]
+
+    run(model, optim, extra, xs[4:5])  # saved inside a window
+    model2, optim2, extra2 = build()
+    add(model2, optim2, extra2)
+    optim2.load_state_dict(copy.deepcopy(optim.state_dict()))
+    optim2.rebind(model2)
+    model2.load_state_dict(model.state_dict())
+    extra2.data.copy_(extra.data)
+    for one in ((model, optim, extra), (model2, optim2, extra2)):
+        run(*one, xs[5:])
+    assert same([*weights(model), extra], [*weights(model2), extra2])
+
+
+@pytest.mark.parametrize("number", [np.float32, np.float64, torch.tensor])
+def test_a_rate_of_another_library_becomes_a_number(number):
+    model = EncoderDecoder()
+    unit = LambdaLr("SGD", {"lr": 0.5}, model, fn=lambda step: number(0.5))
+    unit.step(losses_of(model, batches(1)[0]))
+    assert type(unit.optimizer.param_groups[0]["lr"]) is float and unit.get_lr() == 0.25
 
 
 class TestNonFinite:

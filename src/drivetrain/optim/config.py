@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -214,6 +215,6 @@ def _plain(value: object) -> Any:
         return kind(map(_plain, value))
     if isinstance(value, Time):
         return str(value)
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
         return value.item()
     return _dotted(value) if callable(value) else value

@@ -118,6 +118,8 @@ class OptimSet(Mapping[str, OptimScheduler]):
         self._batch = step_num
         for unit in self._units.values():
             unit.begin(step_num, epoch_num, last)
+        if self._num_parameters != sum(len(unit.params) for unit in self._units.values()):
+            self._forget_passes()  # groups were added to an optimizer
         closes = any(unit.closes for unit in self._driven)
         names = tuple(unit.name for unit in self._driven if unit.is_active)
         passes = self._passes.get(names)
@@ -386,6 +388,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
         self._wrapped = any(sync.ddp is not None for sync in self._syncs())
         self._manual_passes = {name: Pass([unit]) for name, unit in self._units.items() if unit.manual}
         self._label_groups()
+        self._num_parameters = sum(len(unit.params) for unit in self._units.values())
         # Units with the same loss and windows share a gradient scaler, so that they can share a pass.
         known: dict[tuple[object, ...], Scaling] = {}
         for unit in self._driven:

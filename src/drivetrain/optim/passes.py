@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from drivetrain.core.arguments import check_number
 from drivetrain.core.errors import BatchOutputError, ConfigError, SharedGraphError, did_you_mean
 from drivetrain.module.finite import nonfinite_flag, on_any_rank
 from drivetrain.module.gradient_sync import GradientSync, average_gradients, copy_buffers_from_first_rank
@@ -46,8 +47,7 @@ def loss_terms(optim_loss: LossNames) -> Terms:
     for name, weight in terms:
         if not isinstance(name, str) or not name:
             raise ConfigError(f"optim_loss={optim_loss!r}: {name!r} is not the name of a loss.")
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-            raise ConfigError(f"optim_loss={optim_loss!r}: the weight of {name!r} must be a number.")
+        check_number(f"optim_loss[{name!r}]", weight)
     if not terms or len(dict(terms)) < len(terms):
         raise ConfigError(f"optim_loss={optim_loss!r}: expected a name, a list of different names or {{name: weight}}.")
     return tuple((name, float(weight)) for name, weight in terms)

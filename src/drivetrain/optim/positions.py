@@ -11,6 +11,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torch.optim import Optimizer
@@ -135,12 +136,12 @@ class RunLength:
 
 def check_duration(name: str, value: object) -> Time:
     """Return the duration as a Time, or raise an error; a bare whole number counts real steps."""
-    if isinstance(value, bool) or not isinstance(value, (int, str, Time)):
+    if isinstance(value, bool) or not isinstance(value, (Integral, str, Time)):
         raise ConfigError(
             f"{name}={value!r}: expected a whole number of steps or a time such as '3ep', '500st', '0.05dur'."
         )
     try:
-        time = ensure_time(value, TimeUnit.STEP)
+        time = ensure_time(int(value) if isinstance(value, Integral) else value, TimeUnit.STEP)
     except (ValueError, TypeError) as problem:
         raise ConfigError(f"{name}: {problem}") from None
     if time.unit not in (_STEP, _BATCH, _EPOCH, TimeUnit.DURATION):

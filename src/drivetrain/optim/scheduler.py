@@ -86,6 +86,7 @@ class OptimScheduler(ABC):
     stepper: Stepper
     sync: GradientSync
     _pass: Pass | None
+    _added: set[int]
     _ratios: list[float]
 
     def __init__(
@@ -145,6 +146,7 @@ class OptimScheduler(ABC):
         except TypeError:
             self._takes_epoch = False
         self._settled = False
+        self.params, self._added = [], set()
         self.model = model
         self.attach(model)
         self.sche_init(**sche_conf)
@@ -269,6 +271,7 @@ class OptimScheduler(ABC):
         self.is_due = has_turn and self.closes
         if not opens:
             return
+        self.take_in_groups()
         is_new_span = not self.accumulate_skipped or (self.real_step - 1) % self.step_per_update == 0
         if self.window.count and is_new_span:
             text = "unit %s: a window ended without an update; the gradients of %d batches are discarded."
@@ -295,7 +298,7 @@ class OptimScheduler(ABC):
             self.settle()
             self._settled = True
         lr = self.update_lr(real_step, epoch_num) if self._takes_epoch else self.update_lr(real_step)
-        return self.ft_factor * lr
+        return float(self.ft_factor * lr)  # a number of numpy would make the saved state unreadable
 
     def bind(
         self,
@@ -313,9 +316,6 @@ class OptimScheduler(ABC):
 
     def _set_rates(self, epoch_num: int | None) -> None:
         groups = self.optimizer.param_groups
-        if len(groups) != len(self.base_lrs):  # a group was added: its rate is what it was given
-            self.base_lrs += [float(group["lr"]) for group in groups[len(self.base_lrs) :]]
-            self._ratios = _ratios(self.base_lrs)
         lr = self.lr_at(self.real_step, epoch_num)
         if not 0.0 <= lr < math.inf:
             raise ConfigError(
@@ -332,8 +332,8 @@ class OptimScheduler(ABC):
     def attach(self, model: nn.Module, taken: Mapping[int, str] | None = None) -> None:
         """Look the unit's parameters up in a model and make the optimizer, unless they are those it has."""
         own = building.own_parameters(model, self.updated_modules, self.excluded_modules, taken or {})
-        same = hasattr(self, "params") and [id(p) for p in own.values()] == [id(p) for p in self.params]
-        if not same:
+        known, found = {id(p) for p in self.params}, {id(p) for p in own.values()}
+        if not found or not found <= known or not known - found <= self._added:
             if self._updates:
                 raise RuntimeError(
                     f"unit {self.name!r} has made {self._updates} updates and cannot move to other parameters. Rebind before training, "
@@ -343,8 +343,23 @@ class OptimScheduler(ABC):
             self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
             self._ratios = _ratios(self.base_lrs)
             self.params, self.param_names = list(own.values()), list(own)
+            self._added.clear()
         self.model = model
         self.use_sync(GradientSync(model))
+
+    def take_in_groups(self) -> None:
+        """Own the parameters of groups that were added to the optimizer; their rate is what they were given."""
+        new = self.optimizer.param_groups[len(self.base_lrs) :]
+        if not new:
+            return
+        self.base_lrs += [float(group["lr"]) for group in new]
+        self._ratios = _ratios(self.base_lrs)
+        names = {id(p): name for name, p in building.all_names(self.model)}
+        for p in (p for group in new for p in group["params"]):
+            self.params.append(p)
+            self.param_names.append(names.get(id(p), f"added.{len(self.params)}"))
+            self._added.add(id(p))
+        self._pass = None
 
     def use_sync(self, sync: GradientSync) -> None:
         """Take the view of the model that all units of a set share."""

@@ -15,6 +15,7 @@ _CLOCK = ("real_step", "update_count", "skipped_steps", "param_names", "partial"
 
 def save_unit(unit: "OptimScheduler") -> StateDict:
     """Return the state of a unit as plain containers and tensors."""
+    unit.take_in_groups()
     return {
         "optimizer": unit.optimizer.state_dict(),
         "scaler": unit.scaling.state_dict(),
@@ -33,6 +34,7 @@ def load_unit(unit: "OptimScheduler", state: Mapping[str, Any]) -> None:
     missing = [key for key in _CLOCK if key not in state]
     if missing and len(missing) < len(_CLOCK):
         raise ConfigError(f"unit {unit.name!r}: the saved state lacks {', '.join(missing)}.")
+    unit.take_in_groups()
     if not missing:
         _check_names(unit, list(state["param_names"]))
     unit.optimizer.load_state_dict(state["optimizer"])

@@ -5,6 +5,7 @@ Loshchilov and Hutter (2017, arXiv 1711.05101) decay by the schedule, not by the
 learning rate here. Steps are torch's own, with its foreach and fused kernels.
 """
 
+import math
 import warnings
 from typing import Any
 
@@ -40,6 +41,11 @@ class _ScheduledDecay(Optimizer):
         """Take in a group and remember the rate it starts with."""
         super().add_param_group(param_group)
         self.param_groups[-1].setdefault("initial_lr", float(self.param_groups[-1]["lr"]))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # a state of torch's optimizer has no such entry
+            group.setdefault("initial_lr", float(group["lr"]))
 
     def _step_as(self, cls: type[Optimizer], decays: list[float]) -> None:
         own = [group["weight_decay"] for group in self.param_groups]
@@ -78,7 +84,7 @@ class DecoupledAdamW(_ScheduledDecay, AdamW):
         """Take AdamW's step with the decay that makes 1 - lr * decay the factor wanted."""
         loss = evaluate(closure)
         groups = self.param_groups
-        self._step_as(AdamW, [g["weight_decay"] / g["initial_lr"] if g["initial_lr"] else 0.0 for g in groups])
+        self._step_as(AdamW, [g["weight_decay"] / (g["initial_lr"] or math.inf) for g in groups])
         return loss
 
 

@@ -146,7 +146,8 @@ class GraphedDirections:
             output.copy_(direction.float().mul_(factor).view(output.shape))
 
 
-_ADAM_ONLY = ("adam_lr", "adam_betas", "adam_eps", "adam_weight_decay", "adam_match")
+_ADAM_NAMES = ("lr", "betas", "eps", "weight_decay")
+_ADAM_ONLY = (*(f"adam_{name}" for name in _ADAM_NAMES), "adam_match")
 _MUON_ONLY = ("momentum", "nesterov", "ns_steps", "adjust_lr", "cuda_graph")
 
 
@@ -154,9 +155,11 @@ class MuonHybrid(Optimizer):
     """Updates hidden matrices with Muon and everything else with AdamW.
 
     `params` is best a model, whose layers show what is hidden (`drivetrain.module.params.muon_groups`), or its `named_parameters()`,
-    where `adam_match` names what is not. Groups may set it themselves: `{"params": ..., "muon": False}`. Convolution kernels are
-    seen as (out, rest). `fused` is AdamW's; None leaves the choice to torch. `cuda_graph` records Muon's products once and starts them
-    together, which pays where a network is small and the host is what takes the time.
+    where `adam_match` names what is not. Groups may set it themselves: `{"params": ..., "muon": False}`. In a group of both kinds `lr`
+    and `weight_decay` are Muon's, `adam_lr` and `adam_weight_decay` are AdamW's. Convolution kernels are seen as (out, rest).
+
+    `fused` is AdamW's; None leaves the choice to torch. `cuda_graph` records Muon's products once and starts them together, which pays
+    where a network is small and the host is what takes the time.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
     >>> optimizer = MuonHybrid(model, lr=0.02, adam_lr=1e-3)
@@ -207,23 +210,24 @@ class MuonHybrid(Optimizer):
         options = {name: value for name, value in param_group.items() if name not in ("params", "muon")}
         params = param_group["params"]
         members: list[Member] = [params] if isinstance(params, Tensor) else list(params)
-        for is_muon, own in self._sides(members, param_group.get("muon"), options):
-            if own:
-                super().add_param_group({"params": own, "muon": is_muon, **options})
-                # Keep what this side reads, under the names that schedulers and torch know.
-                group = self.param_groups[-1]
-                if not is_muon:
-                    group["lr"], group["weight_decay"] = group["adam_lr"], group["adam_weight_decay"]
-                    group["betas"], group["eps"] = group["adam_betas"], group["adam_eps"]
-                for name in (*_ADAM_ONLY, *(("fused",) if is_muon else _MUON_ONLY)):
-                    del group[name]
+        sides = [(is_muon, own) for is_muon, own in self._sides(members, param_group.get("muon"), options) if own]
+        if not any(is_muon for is_muon, _ in sides):  # its `lr` can only be meant for AdamW
+            options = {**{f"adam_{name}": options[name] for name in _ADAM_NAMES if name in options}, **options}
+        for is_muon, own in sides:
+            super().add_param_group({"params": own, "muon": is_muon, **options})
+            # Keep what this side reads, under the names that schedulers and torch know.
+            group = self.param_groups[-1]
+            if not is_muon:
+                group |= {name: group[f"adam_{name}"] for name in _ADAM_NAMES}
+            for name in (*_ADAM_ONLY, *(("fused",) if is_muon else _MUON_ONLY)):
+                del group[name]
 
     def _sides(self, members: list[Member], muon: bool | None, options: ParamGroup) -> list[tuple[bool, list[Member]]]:
         if muon is not None:
-            vectors = [_shown(one) for one in members if muon and _tensor(one).ndim < 2]
-            if vectors:
+            others = [_shown(one) for one in members if muon and not _is_matrix(one)]
+            if others:
                 raise ConfigError(
-                    f"MuonHybrid: a group with muon=True has parameters that are not matrices ({', '.join(vectors[:5])}). "
+                    f"MuonHybrid: a group with muon=True has parameters that are not matrices of real numbers ({', '.join(others[:5])}). "
                     "Remove 'muon', and AdamW updates them."
                 )
             return [(bool(muon), members)]
@@ -235,7 +239,7 @@ class MuonHybrid(Optimizer):
                 DrivetrainWarning,
                 stacklevel=5,
             )
-        hidden = [_tensor(one).ndim >= 2 and not _is_named(one, patterns) for one in members]
+        hidden = [_is_matrix(one) and not _is_named(one, patterns) for one in members]
         return [(side, [one for one, is_hidden in zip(members, hidden) if is_hidden is side]) for side in (True, False)]
 
     @torch.no_grad()
@@ -243,7 +247,7 @@ class MuonHybrid(Optimizer):
         """Update every parameter that has a gradient."""
         loss = evaluate(closure)
         for group in self.param_groups:
-            parameters = with_gradients(group, "MuonHybrid")
+            parameters = [p for p in with_gradients(group, "MuonHybrid") if p.numel()]
             if parameters:
                 (self._step_muon if group["muon"] else self._step_adam)(group, parameters)
         return loss
@@ -323,8 +327,9 @@ def _own_part(update: Tensor, parameter: Tensor) -> Tensor:
     return local_part(like_sharded(whole, parameter)) if is_dtensor(parameter) else whole
 
 
-def _tensor(member: Member) -> Tensor:
-    return member[1] if isinstance(member, tuple) else member
+def _is_matrix(member: Member) -> bool:
+    tensor = member[1] if isinstance(member, tuple) else member
+    return tensor.ndim >= 2 and not tensor.is_complex()
 
 
 def _shown(member: Member) -> str:

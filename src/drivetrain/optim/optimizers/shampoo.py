@@ -46,9 +46,9 @@ class SOAP(Optimizer):
         loss = evaluate(closure)
         for group in self.param_groups:
             for parameter in with_gradients(group, "SOAP"):
-                if is_dtensor(parameter):
+                if is_dtensor(parameter) or parameter.is_complex():
                     raise ConfigError(
-                        "SOAP rotates whole matrices and does not work on sharded parameters. Use MuonHybrid or AdamW."
+                        "SOAP rotates whole real matrices; sharded and complex parameters are not supported. Use AdamW."
                     )
                 self._update(group, parameter)
         return loss

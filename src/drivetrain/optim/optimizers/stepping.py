@@ -48,13 +48,14 @@ def with_gradients(group: ParamGroup, who: str) -> list[Tensor]:
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return what this rank holds of each gradient."""
-    return [local_part(p.grad) for p in parameters if p.grad is not None]
+    """Return what this rank holds of each gradient, as `local_parts` does."""
+    return local_parts(p.grad for p in parameters if p.grad is not None)
 
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return what this rank holds of each tensor."""
-    return [local_part(tensor) for tensor in tensors]
+    """Return what this rank holds of each tensor; a complex number is two real ones, as in torch's optimizers."""
+    parts = [local_part(tensor) for tensor in tensors]
+    return [torch.view_as_real(part) if part.is_complex() else part for part in parts]
 
 
 def state_of(

@@ -147,7 +147,7 @@ class Lookahead(WrappedOptimizer):
         return loss
 
 
-_DECOUPLED = ("Lion", "Muon", "MuonHybrid", "DecoupledSGDW", "SOAP")
+_DECOUPLED = ("Lion", "Muon", "MuonHybrid", "DecoupledSGDW", "SOAP", "Adafactor")
 """Optimizers with decoupled decay whose groups do not mark it."""
 
 
@@ -173,7 +173,8 @@ class Cautious(WrappedOptimizer):
         """Let the optimizer inside step, and keep of its step what agrees with the gradient."""
         loss = evaluate(closure)
         groups = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
-        gradients = [local_parts(copy_of(p.grad) for p in own) for own in groups]
+        signs = [-1 if group.get("maximize") else 1 for group in self.param_groups]
+        gradients = [local_parts(p.grad * sign for p in own) for own, sign in zip(groups, signs)]
         before = [local_parts(copy_of(p) for p in own) for own in groups]
         decays = [self._take_decay(group) for group in self.param_groups]
         try:
@@ -198,13 +199,15 @@ class Cautious(WrappedOptimizer):
 
     def _take_decay(self, group: ParamGroup) -> tuple[float, float]:
         """Return the share by which this step decays weights, and the setting, which is zero during the step if the decay is decoupled."""
-        decay = group.get("weight_decay", 0.0)
-        decoupled = group.get("decoupled_weight_decay", type(self.base_optimizer).__name__ in _DECOUPLED)
+        inner: Any = self
+        while isinstance(inner, WrappedOptimizer):
+            inner = inner.base_optimizer
+        name, decay = type(inner).__name__, group.get("weight_decay", 0.0)
+        decoupled = group.get("decoupled_weight_decay", name in _DECOUPLED)
         if not decay or not decoupled:
             return 0.0, decay
         group["weight_decay"] = 0.0
-        per_rate = type(self.base_optimizer).__name__.startswith("Decoupled")
-        return decay * group["lr"] / (group["initial_lr"] if per_rate else 1), decay
+        return decay * group["lr"] / ((group["initial_lr"] or 1) if name.startswith("Decoupled") else 1), decay
 
 
 _SAM_STEPS = "sam_step"
