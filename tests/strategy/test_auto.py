@@ -489,6 +489,24 @@ def test_a_state_is_shaped_by_the_same_code_as_a_context():
     assert not torch.equal(model.weight, before) and "loss_func" not in dict(state.items())
 
 
+class Waves(nn.Module):
+    """A model with a complex parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.out = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64)), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.out((x.to(torch.complex64) @ self.weight).abs().to(self.out.weight.dtype))
+
+
+def test_half_leaves_complex_parameters_as_they_are():
+    model = Waves()
+    before = model.weight.detach().clone()
+    _, result, _ = auto_accelerate(model, load_strategy=[("half", "bf16")])
+    assert torch.equal(result.model.weight, before) and result.model.out.weight.dtype is torch.bfloat16
+
+
 def test_half_keeps_float32_copies_that_are_saved_and_restored():
     def make():
         return auto_accelerate(

@@ -4,12 +4,14 @@ import json
 import os
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from drivetrain.core.errors import (
     BatchSizeError,
+    ConfigError,
     ConfigTypeError,
     ConflictError,
     MethodConfigError,
@@ -36,6 +38,8 @@ FULL = [
     ("tensor_parallel", {"plan": {"up": "colwise", "down": "rowwise"}}),
     ("micro_batch", 4, True),
 ]
+PLAIN = {"drivetrain_strategy": 1, "methods": []}
+BATCH = {"global_size": 8, "micro": 8, "accumulation": 1, "data_ranks": 1}
 
 
 def test_it_reads_like_a_list():
@@ -45,6 +49,7 @@ def test_it_reads_like_a_list():
     assert (name, config.size, tunable) == ("micro_batch", 2, True) and plan.is_tunable()
     assert plan.get_parallel_mode()[0] and not Strategy(["half"]).get_parallel_mode()[0]
     assert "half" not in plan and "parallel_mode" in plan
+    assert "compile" in Strategy(["compile"]) and "native_dynamo" in Strategy(["compile"])
     with pytest.raises(TypeError, match="replace"):
         plan[0] = "half"
     with pytest.raises(AttributeError):
@@ -140,12 +145,52 @@ def test_every_form_loads_to_the_same_plan(tmp_path):
         ('{"drivetrain_strategy": 1, "metods": []}', StrategyFormatError, "Did you mean 'methods'"),
         ('{"drivetrain_strategy": 1, "methods": [{"nam": "half"}]}', StrategyFormatError, "name, config and tunable"),
         (b"\xff", StrategyFormatError, "not JSON"),
+        ("x" * 5000, FileNotFoundError, "not a plan file"),
+        ([("fsdp", {"ignored": [5]})], MethodConfigError, "ignored"),
+        ([("checkpoint", {"wrap_class": [5]})], MethodConfigError, "wrap_class"),
+        ([("cpu_offload", {"what": 5})], MethodConfigError, "cpu_offload"),
+        ([("module_replace", {"pairs": 5})], MethodConfigError, "module_replace"),
+        ([("tensor_parallel", {"a": {"b": 1}})], MethodConfigError, "unknown key 'a'"),
+        ({**PLAIN, "methods": "fsdp"}, StrategyFormatError, "list of methods"),
+        ({**PLAIN, "mesh": [["data", 2.5]]}, StrategyFormatError, "mesh"),
+        ({**PLAIN, "mesh": [["dta", 2]]}, StrategyFormatError, "mesh"),
+        ({**PLAIN, "batch": 5}, StrategyFormatError, "batch=5"),
+        ({**PLAIN, "batch": {**BATCH, "micro": 3}}, BatchSizeError, "8 = 3 x 1 x 1"),
+        ({**PLAIN, "batch": {**BATCH, "micro": "8"}}, ConfigError, "micro='8'"),
+        ({**PLAIN, "predicted": 5}, StrategyFormatError, "predicted=5"),
+        ({**PLAIN, "reasons": [5]}, StrategyFormatError, "texts"),
         (pickle.dumps(["half"]), StrategyFormatError, "allow_pickle=True"),
     ],
 )
 def test_wrong_plans_are_refused_while_they_are_read(source, error, message):
     with pytest.raises(error, match=message):
         Strategy.load(source)
+
+
+def test_numbers_of_numpy_are_settings_like_any_other():
+    plan = Strategy([("micro_batch", np.int64(4)), ("parallel_mode", [("data", np.int32(2))])])
+    assert plan == Strategy([("micro_batch", 4), ("parallel_mode", [("data", 2)])])
+    assert Strategy.load(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("size", [0, -2, "a", 2.5])
+def test_sizes_that_are_no_counts_are_refused(size):
+    plan = Strategy(["fsdp"])
+    for resize in (plan.rescale, plan.adjust_data_parallel):
+        with pytest.raises(ConfigError, match="whole number"):
+            resize(size)
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_that_data_ranks_cannot_train_are_refused(layer):
+    scaled, sparse = layer(8, 4, max_norm=1.0), nn.Sequential(layer(8, 4, sparse=True))
+    for plan in (["parallel_mode"], ["zero1"], ["fsdp"]):
+        with pytest.raises(UnsupportedMethodError, match="max_norm"):
+            Strategy(plan).validate(scaled, "cpu", 2)
+    with pytest.raises(UnsupportedMethodError, match="'0' has sparse gradients"):
+        Strategy(["zero2"]).validate(sparse, "cpu", 2)
+    Strategy(["zero1"]).validate(sparse, "cpu", 2)
+    Strategy([]).validate(scaled, "cpu", 1)
 
 
 def test_keys_without_a_meaning_warn_by_name():
@@ -158,6 +203,7 @@ def test_keys_without_a_meaning_warn_by_name():
 @pytest.mark.parametrize(
     ("plan", "world", "error", "message"),
     [
+        (["fsdp"], 0, ConfigError, "world_size=0"),
         (["zero1", "fsdp"], 2, ConflictError, "zero1 and fsdp"),
         (["zero2", "fsdp"], 2, ConflictError, "'zero'"),
         ([("checkpoint", {"every": 1}), ("checkpoint", {"every": 2})], 1, ConflictError, "twice"),

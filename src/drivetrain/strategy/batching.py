@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from drivetrain.core.arguments import check_counts
 from drivetrain.core.errors import BatchSizeError
 
 
@@ -15,6 +16,11 @@ class BatchSplit:
     accumulation: int
     """Forward passes before an update."""
     data_ranks: int
+
+    def __post_init__(self) -> None:
+        check_counts("BatchSplit", 1, **vars(self))
+        if self.global_size != self.micro * self.accumulation * self.data_ranks:
+            raise BatchSizeError(f"the parts of a batch do not multiply to the whole: {self}.")
 
     def __str__(self) -> str:
         return f"{self.global_size} = {self.micro} x {self.accumulation} x {self.data_ranks} (micro x accumulation x ranks)"

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
+from numbers import Integral
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin
 
@@ -184,6 +185,16 @@ class Method(Generic[C]):
     def plain(self, config: C) -> Settings:
         """Return a configuration as JSON values. `parse` turns it back into an equal one."""
         return {item.name: thawed(getattr(config, item.name)) for item in dataclasses.fields(config)}  # type: ignore[arg-type]
+
+    def selectors(
+        self, key: str, given: object, expected: str = "classes or names of modules"
+    ) -> str | tuple[str, ...]:
+        """Return one selector of modules or several, with classes as their full names, so that a plan holds only text."""
+        several = given if isinstance(given, tuple) else (given,)
+        names = tuple(qualified_name(one) if isinstance(one, type) else one for one in several)
+        if not names or not all(isinstance(name, str) and name for name in names):
+            raise self.bad(key, given, expected)
+        return names if isinstance(given, tuple) else names[0]
 
     def bad(self, key: str, given: object, expected: str) -> MethodConfigError:
         """Return the error for an invalid value."""
@@ -390,12 +401,12 @@ def config_errors(where: str = "") -> Iterator[None]:
 
 
 def frozen(value: object) -> Any:
-    """Return a value with lists as tuples and mappings as tuples of pairs, so that it can be hashed."""
+    """Return a value with lists as tuples, mappings as tuples of pairs and numbers of numpy as Python's, so that it can be hashed."""
     if isinstance(value, Mapping):
         return tuple((key, frozen(item)) for key, item in value.items())
     if isinstance(value, list | tuple):
         return tuple(map(frozen, value))
-    return value
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
 def thawed(value: object) -> Any:
@@ -411,13 +422,6 @@ def is_whole(value: object, least: int = 1) -> bool:
 def qualified_name(cls: type) -> str:
     """Return the full name of a class, as plans write it."""
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def as_selectors(value: object) -> Any:
-    """Return classes as their full names, so that a plan holds only text. Other values are unchanged."""
-    if isinstance(value, tuple | list):
-        return tuple(map(as_selectors, value))
-    return qualified_name(value) if isinstance(value, type) else value
 
 
 def selected(model: nn.Module, value: object) -> Any:

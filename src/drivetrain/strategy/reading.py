@@ -60,7 +60,7 @@ def dump(plan: "Strategy") -> str:
 
 def reject_pickle_name(path: str | os.PathLike[str]) -> None:
     """Reject a file name that promises a pickle."""
-    if Path(path).suffix in (".pkl", ".pickle"):
+    if Path(path).suffix.lower() in (".pkl", ".pickle"):
         raise StrategyFormatError(
             f"{os.fspath(path)!r}: plans are JSON, not pickles. Choose a name that ends in .json."
         )
@@ -77,13 +77,12 @@ def load(plan: "type[Strategy]", source: object, allow_pickle: bool = False) -> 
     if isinstance(source, str) and source.lstrip()[:1] in ("{", "["):
         return parse_json(plan, source)
     if isinstance(source, str | os.PathLike):
-        path = Path(source)
-        if not path.is_file():
+        if not os.path.isfile(source):
             raise FileNotFoundError(
                 f"{os.fspath(source)!r} is not a plan file. A plan is a path, JSON text, or a list such as "
                 "['parallel_mode', ('amp_native', 'bf16')]."
             )
-        data, where = path.read_bytes(), repr(os.fspath(source))
+        data, where = Path(source).read_bytes(), repr(os.fspath(source))
     elif isinstance(source, bytes | bytearray):
         data, where = bytes(source), "the bytes given"
     else:

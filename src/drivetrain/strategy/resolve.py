@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import ConflictError, DrivetrainWarning, UnsupportedMethodError
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.ranks import get_num_processes
@@ -74,7 +75,7 @@ def resolve_plan(
     strict: bool = False,
 ) -> ResolvedPlan:
     """Resolve a plan for a model, a device and a number of processes, or raise why it cannot be applied."""
-    world = get_num_processes() if world is None else world
+    world = get_num_processes() if world is None else check_count("world_size", world)
     place = choose_device(device)
     merged = _expanded(_merged(plan))
     parallel = merged.get(mesh_method().name)
@@ -106,7 +107,7 @@ def resolve_plan(
         method.check(config, site)
         steps.append((method.stage_of(config, site), method, config))
     steps.sort(key=lambda step: (step[0], step[1].name))
-    return ResolvedPlan(
+    resolved = ResolvedPlan(
         steps=tuple(steps),
         axes=axes,
         site=site,
@@ -114,6 +115,26 @@ def resolve_plan(
         dropped=(*plan.dropped, *dropped),
         reasons=tuple(f"{method.name}: {why}" for _, method, config in steps if (why := method.reason(config))),
     )
+    if model is not None and resolved.data_ranks > 1:
+        _check_embeddings(model, resolved)
+    return resolved
+
+
+def _check_embeddings(model: nn.Module, plan: ResolvedPlan) -> None:
+    """Reject embeddings that data ranks would train differently, or whose gradients cannot be split."""
+    shards = plan.site.axis("tensor") * plan.site.axis("pipe") > 1 or any(step[1].shards_axis for step in plan.steps)
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if module.max_norm is not None:
+            raise UnsupportedMethodError(
+                f"the embedding {name!r} has max_norm, which scales rows of its weight in forward: data ranks read different samples, so "
+                "they would train different weights. Remove max_norm, or train without data ranks."
+            )
+        if module.sparse and shards:
+            raise UnsupportedMethodError(
+                f"the embedding {name!r} has sparse gradients, which cannot be sharded. Use sparse=False, or plain data parallelism."
+            )
 
 
 def _merged(plan: "Strategy") -> dict[str, Any]:

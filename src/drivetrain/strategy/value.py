@@ -10,18 +10,28 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 import torch
 from torch import nn
 
-from drivetrain.core.errors import ConfigTypeError, PlanInfeasible, StrategyFormatError, unknown_name
+from drivetrain.core.arguments import check_count
+from drivetrain.core.errors import (
+    ConfigTypeError,
+    DrivetrainError,
+    MethodConfigError,
+    PlanInfeasible,
+    StrategyFormatError,
+    unknown_name,
+)
 from drivetrain.core.files import replace_bytes
 from drivetrain.core.types import Settings
 from drivetrain.strategy.batching import BatchSplit, replan_batch
 from drivetrain.strategy.explain import difference, draw, explain
-from drivetrain.strategy.mesh import DATA_AXES, resize_axes
+from drivetrain.strategy.mesh import AXES, DATA_AXES, resize_axes
+from drivetrain.strategy.method import is_whole
 from drivetrain.strategy.reading import dump, load, parse_json, reject_pickle_name
 from drivetrain.strategy.registry import find_method, mesh_method
 
@@ -93,12 +103,25 @@ class Strategy:
             raise StrategyFormatError(unknown_name("evidence", self.evidence, EVIDENCE, where="Strategy"))
         values: Settings = {"reasons": tuple(self.reasons), "rejected": tuple(self.rejected)}
         values["dropped"] = tuple((name, reason) for name, reason in self.dropped)
+        texts = (*values["reasons"], *values["rejected"], *chain(*values["dropped"]))
+        if isinstance(self.opt_list, str) or not all(isinstance(text, str) for text in texts):
+            raise StrategyFormatError("a plan has a list of methods, and reasons, rejected and dropped hold texts.")
         values["opt_list"] = tuple(map(as_entry, self.opt_list or ()))
         if self.mesh is not None:
             pairs = self.mesh.items() if isinstance(self.mesh, Mapping) else self.mesh
-            values["mesh"] = tuple((str(axis), int(size)) for axis, size in pairs)
-        if isinstance(self.batch, Mapping):
-            values["batch"] = BatchSplit(**self.batch)
+            values["mesh"] = tuple((axis, size) for axis, size in pairs)
+            if not all(axis in AXES and is_whole(size) for axis, size in values["mesh"]):
+                raise StrategyFormatError(
+                    f"mesh={values['mesh']!r} is not valid; expected pairs of an axis and its size."
+                )
+        values["batch"] = BatchSplit(**self.batch) if isinstance(self.batch, Mapping) else self.batch
+        if not isinstance(values["batch"], BatchSplit | None):
+            raise StrategyFormatError(f"batch={self.batch!r} is not valid; expected how a global batch is split.")
+        for name in ("predicted", "measured", "fingerprint", "search"):
+            if not isinstance(getattr(self, name), Mapping | None):
+                raise StrategyFormatError(
+                    f"{name}={getattr(self, name)!r} is not valid; expected an object of numbers."
+                )
         vars(self).update(values)
 
     # Reading it like a list.
@@ -116,7 +139,7 @@ class Strategy:
         raise TypeError("a Strategy is immutable; use plan.replace(index, method), which returns a new one.")
 
     def __contains__(self, name: object) -> bool:
-        return any(entry.name == name or entry == name for entry in self.opt_list)
+        return any(name in (entry, entry.name, *find_method(entry.name).aliases) for entry in self.opt_list)
 
     def __repr__(self) -> str:
         return f"Strategy([{', '.join(repr(entry.name) for entry in self)}])"
@@ -163,7 +186,7 @@ class Strategy:
         """Return the plan with `size` as the size of its data axis."""
         method = mesh_method()
         config = self.get_parallel_mode()[1] or method.parse(None)
-        axes = {**dict(config.axes), "data": size}
+        axes = {**dict(config.axes), "data": check_count("size", size, owner="adjust_data_parallel")}
         others = [entry for entry in self if entry.name != method.name]
         return replace(self, opt_list=[(method.name, replace(config, axes=tuple(axes.items()))), *others])
 
@@ -191,6 +214,7 @@ class Strategy:
         from drivetrain.strategy.search.cost import rescaled_prediction, shortfall_of
 
         found, config = self.get_parallel_mode()
+        check_count("world_size", world_size, owner="rescale")
         given = config.axes if self.mesh is None and found else self.mesh
         axes = resize_axes(dict(given or ()) or {"data": 1}, world_size)
         batch = self.batch
@@ -300,7 +324,12 @@ def as_entry(item: object) -> Entry:
     if not isinstance(tunable, bool):
         raise StrategyFormatError(f"{name!r}: tunable={tunable!r} is not valid; expected True or False.")
     method = find_method(name)
-    return Entry(method.name, method.parse(config), tunable)
+    try:
+        return Entry(method.name, method.parse(config), tunable)
+    except (TypeError, ValueError, AttributeError) as error:  # a value of a type that the method does not look for
+        if isinstance(error, DrivetrainError):
+            raise
+        raise MethodConfigError(f"{method.name}: the configuration {config!r} cannot be read: {error}.") from error
 
 
 def fingerprint(model: nn.Module, device: torch.device, world: int, global_batch: int | None) -> Settings:

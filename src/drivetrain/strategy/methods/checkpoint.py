@@ -8,7 +8,7 @@ from drivetrain.core.errors import ConflictError
 from drivetrain.core.types import Settings
 from drivetrain.module.checkpointing import Mode, checkpoint_blocks
 from drivetrain.strategy.effects import Recompute
-from drivetrain.strategy.method import Method, Option, Positive, Site, Stage, as_selectors, selected
+from drivetrain.strategy.method import Method, Option, Positive, Site, Stage, selected
 
 if TYPE_CHECKING:
     from drivetrain.strategy.method import Application, Effects, SearchScope
@@ -84,16 +84,10 @@ class Checkpoint(Method):
         is_open = config.wrap_class == "auto" and blocks
         return ((self.name, replace(config, wrap_class=blocks) if is_open else config),)
 
-    def parse(self, config: object = None) -> CheckpointConfig:
-        if isinstance(config, type):
-            config = {"wrap_class": config}
-        return super().parse(config)
-
     def read(self, values: Settings) -> Settings:
         if "wrap_class" in values:
-            what = values["wrap_class"] = as_selectors(values["wrap_class"])
-            if not (isinstance(what, str) or (isinstance(what, tuple) and what)):
-                raise self.bad("wrap_class", what, "'auto', a class, a name, or several of these")
+            expected = "'auto', a class, a name, or several of these"
+            values["wrap_class"] = self.selectors("wrap_class", values["wrap_class"], expected)
         if values.get("mode") == "selective_offload":
             values["mode"] = "offload"
         if values.get("no_reentrant") is False and values.get("mode", "full") != "full":

@@ -26,7 +26,6 @@ from drivetrain.strategy.method import (
     Option,
     Site,
     Stage,
-    as_selectors,
     is_whole,
     selected,
 )
@@ -95,14 +94,11 @@ class Fsdp(Method):
         return ("params", "grads", "optimizer") if config.cpu_offload else ()
 
     def read(self, values: Settings) -> Settings:
-        for key in ("wrap", "ignored"):
-            if key in values:
-                values[key] = as_selectors(values[key])
-        wrap = values.get("wrap", "auto")
-        if not (isinstance(wrap, str) or is_whole(wrap) or (isinstance(wrap, tuple) and wrap)):
-            raise self.bad("wrap", wrap, "'auto', classes, names, or a smallest number of elements")
-        ignored = values.get("ignored", ())
-        values["ignored"] = (ignored,) if isinstance(ignored, str) else ignored
+        if "wrap" in values and not is_whole(values["wrap"]):
+            expected = "'auto', classes, names, or a smallest number of elements"
+            values["wrap"] = self.selectors("wrap", values["wrap"], expected)
+        if ignored := values.get("ignored"):
+            values["ignored"] = self.selectors("ignored", ignored if isinstance(ignored, tuple) else (ignored,))
         reshard = values.get("reshard_after_forward", True)
         if not (isinstance(reshard, bool) or is_whole(reshard)):
             raise self.bad("reshard_after_forward", reshard, "True, False or a number of ranks")

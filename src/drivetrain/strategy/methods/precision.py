@@ -258,14 +258,15 @@ class Half(SixteenBits):
             ctx.autocast_dtype = dtype  # shards stay in float32 and are gathered in 16 bits: these are the copies
             return
         originals = {name: p.data for name, p in ctx.model.named_parameters() if p.is_floating_point()}
-        ctx.model.to(dtype=dtype)
-        ctx.input_changes.append(partial(cast_floats, dtype))
+        cast = partial(cast_floats, dtype)
+        ctx.model._apply(cast)  # `to` would also cast complex numbers, which lose their imaginary part
+        ctx.input_changes.append(cast)
         if config.master_weights:
             ctx.recipe_changes.append(lambda recipe: recipe.wrap(partial(_train_copies, ctx, originals)))
 
 
 def cast_floats(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """Return a floating-point input in another type."""
+    """Return a floating-point tensor in another type."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from drivetrain.core.errors import ConflictError, MethodConfigError, UnsupportedMethodError
 from drivetrain.core.types import Settings
 from drivetrain.strategy.mesh import gradient_group
-from drivetrain.strategy.method import Function, Method, Positive, Site, Stage, as_selectors, is_whole
+from drivetrain.strategy.method import Function, Method, Positive, Site, Stage, is_whole
 from drivetrain.strategy.profile.values import divides_heads
 
 if TYPE_CHECKING:
@@ -71,9 +71,7 @@ class SequenceParallel(Method):
         if not is_whole(values.get("seq_dim", 1), least=0):
             raise self.bad("seq_dim", values["seq_dim"], "the number of a dimension: 1 for (batch, sequence, features)")
         if values.get("module") is not None:
-            values["module"] = as_selectors(values["module"])
-            if not isinstance(values["module"], str | tuple):
-                raise self.bad("module", values["module"], "classes or names of modules, or None")
+            values["module"] = self.selectors("module", values["module"])
         name = values.get("set_sp_func_name", "set_sp")
         if not (isinstance(name, str) and name.isidentifier()):
             raise self.bad("set_sp_func_name", name, "the name of a method")

@@ -52,7 +52,12 @@ class TensorParallel(Method):
 
     def parse(self, config: Any = None) -> TensorParallelConfig:
         """Also accept the plan itself, `{layer: style}`."""
-        if isinstance(config, dict) and config and "plan" not in config and set(config.values()) <= set(STYLES):
+        if (
+            isinstance(config, dict)
+            and config
+            and "plan" not in config
+            and all(style in tuple(STYLES) for style in config.values())
+        ):
             config = {"plan": config}
         return super().parse(config)
 
