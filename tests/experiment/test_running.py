@@ -185,7 +185,7 @@ def test_a_run_name_replaces_time_and_suffix(tmp_path):
     assert only_run(tmp_path).folder == tmp_path / "draw" / "baseline"
     with pytest.raises(ExperimentError, match="already exists"):
         draw.run(output_dir=str(tmp_path), run_name="baseline")
-    for bad in ("../x", "a/b", "..", "sweeps", ""):
+    for bad in ("../x", "a/b", "..", "sweeps", "", "ü" * 101):
         with pytest.raises(ParameterError, match="cannot name a folder"):
             draw.run(output_dir=str(tmp_path), run_name=bad)
 

@@ -48,7 +48,8 @@ class _WithParameters:
             raise ParameterError(
                 f"an experiment needs a function, got {main_function!r}. Use @experiment above a `def`."
             )
-        if name is not None and (not isinstance(name, str) or not name or any(sign in name for sign in "/\\\0")):
+        is_plain = isinstance(name, str) and name not in ("", ".", "..") and not any(sign in name for sign in "/\\\0")
+        if name is not None and not is_plain:
             raise ParameterError(f"experiment name {name!r}: expected a plain name that can also name a folder.")
         self.main_function = main_function
         self.name = name or main_function.__name__.lower().replace("_", "-")

@@ -6,6 +6,7 @@ import os
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -156,6 +157,8 @@ def read_run(folder: str | Path) -> RunRecord:
     """Read a run folder; damaged files read as empty, a folder that is not a run is an error."""
     folder = Path(folder)
     if not is_run(folder):
+        if os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK):
+            raise ExperimentError(f"{folder} cannot be read: it belongs to another user, who has not opened it.")
         raise ExperimentError(
             f"{folder} is not the folder of a run: it has no {MANIFEST} and {PARAMETERS}. Give a folder such as "
             "output/<experiment>/<time>_<suffix>."
@@ -188,18 +191,27 @@ def _well_formed(content: Settings) -> Settings:
 
 def find_runs(place: str | Path, depth: int = 4) -> Iterator[RunRecord]:
     """Yield the runs in a folder and the folders within it, trials of sweeps included, oldest first."""
-    records = [read_run(folder) for folder in run_folders(Path(place), depth)]
+    records = []
+    for folder in run_folders(Path(place), depth):
+        with suppress(ExperimentError):  # it is removed at this moment
+            records.append(read_run(folder))
     yield from sorted(records, key=lambda record: (record.started, record.folder.name))
 
 
 def run_folders(place: Path, depth: int = 4, is_wanted: Callable[[Path], bool] = is_run) -> Iterator[Path]:
-    """Yield the folders of the runs in a place, or other folders that are wanted, without reading them."""
-    if not place.is_dir():
+    """Yield the folders of the runs in a place, or other folders that are wanted, without reading them.
+
+    Folders that this user may not look into, such as runs of others, are left out.
+    """
+    if not os.path.isdir(place):
         return
     if is_wanted(place):
         yield place
     elif depth > 0 and not is_run(place):
-        for entry in sorted(place.iterdir()):
+        entries = list[Path]()
+        with suppress(OSError):
+            entries = sorted(place.iterdir())
+        for entry in entries:
             if is_real_folder(entry) and not entry.name.startswith("."):
                 yield from run_folders(entry, depth - 1, is_wanted)
 

@@ -92,8 +92,9 @@ def _is_program_of(record: RunRecord, experiment: "Experiment") -> bool:
 
 
 def _continue_path(path: Path, resolved: Resolved, parameters: ParameterSet, force: bool) -> Beginning:
-    path = Path(os.path.abspath(path)) if path.exists() else path  # the program may change its folder
-    if not path.exists():
+    if os.path.exists(path):
+        path = Path(os.path.abspath(path))  # the program may change its folder
+    else:
         named = [folder for folder in find_by_id(Path(resolved.values["output_dir"]), str(path)) if is_run(folder)]
         path = named[0] if len(named) == 1 else path
     for folder in (path, *path.parents[:2]):

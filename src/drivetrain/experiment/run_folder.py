@@ -59,7 +59,11 @@ def fresh_name() -> str:
 def run_path(output_dir: str | os.PathLike[str], experiment: str, run_name: str | None = None) -> Path:
     """Return the path of a new run folder, without making it."""
     name = fresh_name() if run_name is None else run_name
-    if name in ("", ".", "..", SWEEPS) or any(sign in name for sign in "/\\\0") or len(name) > 200:
+    if (
+        name in ("", ".", "..", SWEEPS)
+        or any(sign in name for sign in "/\\\0")
+        or len(name.encode(errors="replace")) > 200
+    ):
         raise ParameterError(
             f"run_name: {name!r} cannot name a folder. Give one plain name, such as 'baseline'; set the folder with --output-dir."
         )

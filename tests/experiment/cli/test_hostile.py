@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -196,3 +197,38 @@ def test_entries_of_a_wrong_type_are_left_out_instead_of_ending_a_command(comman
     for words in (("ls", tmp_path / "o"), ("show", folder), ("doctor", folder), ("report", folder)):
         status, _, err = command(*words)
         assert status in (0, 1), err
+
+
+def test_runs_of_others_that_cannot_be_read_are_left_out(command, tmp_path, monkeypatch):
+    for name in ("theirs", "ours"):
+        make_run(tmp_path / "output", name)
+    (tmp_path / "output" / "digits" / "theirs" / "manifest.json").unlink()  # as it looks to whom the folder is closed
+    look = Path.iterdir
+
+    def iterdir(path):
+        if path.name == "theirs":
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    status, out, err = command("ls", tmp_path / "output")
+    assert status == 0 and "ours" in out, err
+
+
+def test_words_too_long_for_a_path_are_no_crash(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "output", "ours")
+    assert command("ls", " or ".join(["name=ours"] * 60))[0] == 0
+    for words in (("show", "x" * 300), ("doctor", "x" * 300), ("ls", "x" * 300)):
+        status, _, err = command(*words)
+        assert status == 2 and "there is no" in err
+
+
+def test_times_beyond_the_calendar_are_unknown(command, tmp_path):
+    folder = make_run(tmp_path / "output", "ours")
+    for name in ("manifest.json", "status.json"):
+        data = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(data | {"started": 1e20, "heartbeat": 1e30, "state": "failed"}))
+    status, out, err = command("show", folder)
+    assert status == 0 and "started   unknown" in out, err
+    assert command("doctor", folder)[0] == 1

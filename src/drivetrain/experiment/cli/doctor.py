@@ -106,7 +106,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     if subject is None:
         checks = itertools.chain(_packages(), _devices(), _processes(), _places(arguments.output_dir), _tools())
         return print_checks(checks, as_json=arguments.json)
-    if not Path(subject).is_dir() and (subject.endswith(".py") or ":" in subject):
+    if not os.path.isdir(subject) and (subject.endswith(".py") or ":" in subject):
         raise ConfigError(
             f"{subject} is not a run folder. To check whether a program resumes exactly: drivetrain doctor --resume-check 20 {subject}"
         )

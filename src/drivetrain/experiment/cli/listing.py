@@ -5,6 +5,7 @@ A condition reads `lr<0.1 and (state=finished or tag=base)`: comparisons joined 
 
 import argparse
 import math
+import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -65,10 +66,10 @@ ARGUMENTS = {
 def ls(arguments: argparse.Namespace) -> None:
     """List runs."""
     place, words = Path(DEFAULT_PLACE), arguments.words
-    if words and (Path(words[0]).is_dir() or not COMPARISON.search(words[0])):
+    if words and (os.path.isdir(words[0]) or not COMPARISON.search(words[0])):
         place, words = Path(words[0]), words[1:]
     condition = " ".join(words)
-    if not place.is_dir() and str(place) != DEFAULT_PLACE:
+    if not os.path.isdir(place) and str(place) != DEFAULT_PLACE:
         raise ExperimentError(
             f"there is no folder {place}. Give the --output-dir of your runs, by default {DEFAULT_PLACE}."
         )

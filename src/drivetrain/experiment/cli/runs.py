@@ -1,5 +1,6 @@
 """Runs as verbs see them: found by folder or short id, and in one line each, without reading their metrics files whole."""
 
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,9 +30,9 @@ DEFAULT_PLACE = "output"
 def locate(given: str) -> Path:
     """Return the path that a word names: a path, or a short id of a run or sweep in `output` or after the folder it is in."""
     path = Path(given)
-    if path.exists() or path.is_symlink():
+    if os.path.lexists(path):
         return path
-    place = next((folder for folder in path.parents if folder.is_dir()), Path())
+    place = next((folder for folder in path.parents if os.path.isdir(folder)), Path())
     if place == Path(place.anchor):  # nothing of it exists
         place, wanted = Path(DEFAULT_PLACE), given
     else:
@@ -49,8 +50,8 @@ def find_run(given: str) -> RunRecord:
     for folder in (path, *path.parents[:3]):
         if is_run(folder):
             return read_run(folder)
-    if not path.exists():
-        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    if not os.path.exists(path):
+        siblings = [entry.name for entry in path.parent.iterdir()] if os.path.isdir(path.parent) else []
         near = nearest_name(path.name, siblings)
         hint = f" Did you mean {path.parent / near}?" if near else ""
         raise ExperimentError(f"there is no run {given}: the path does not exist.{hint} `drivetrain ls` lists runs.")

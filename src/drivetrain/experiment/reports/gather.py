@@ -251,9 +251,10 @@ def short(value: float) -> str:
 
 def moment(seconds: float) -> str:
     """Return a time since 1970 as UTC text."""
-    if not seconds:
-        return "unknown"
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    with suppress(OverflowError, ValueError, OSError):  # of a damaged file
+        if seconds:
+            return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return "unknown"
 
 
 def duration(seconds: float | None) -> str:
