@@ -10,7 +10,7 @@ from torch import nn
 from drivetrain import Event, Trainer
 from drivetrain.algorithms import LabelSmoothing
 from drivetrain.core.plugin import Algorithm, Callback
-from drivetrain.train.batches import JointForm, loss_graph_of
+from drivetrain.train.joint_step import JointForm, loss_graph_of
 from tests.train.tasks import make_data, make_model
 
 PLAN = [("native_dynamo", "aot_eager")]

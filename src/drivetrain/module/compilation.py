@@ -76,7 +76,7 @@ def compile_loss(loss_func: Callable[..., object], **torch_compile_kwargs: Any) 
     return lambda *args, **kwargs: _copied(compiled(*args, **kwargs))
 
 
-def _copied(loss: Any) -> Any:
+def _copied(loss: object) -> object:
     """Return a copy of a loss: the next step of a recorded CUDA graph writes its own into the same memory."""
     return tree_map_only(Tensor, torch.clone, loss)
 
@@ -84,7 +84,8 @@ def _copied(loss: Any) -> Any:
 LossGraph = Literal["apart", "outputs", "loss"]
 """What one graph of a model and its loss function must return: both the outputs and the loss, or the loss alone. `apart`: there is no such
 graph, because something acts between the two."""
-StepFunc = Callable[[nn.Module, Callable[..., Any], Callable[..., Any], Any, bool], tuple[Any, Any]]
+Function = Callable[..., object]
+StepFunc = Callable[[nn.Module, Function, Function, object, bool], tuple[Any, Any]]
 """`(model, call, loss_func, batch, keep)`: calls `outputs = call(model, batch)` and `loss_func(batch, outputs)`. It returns the loss and,
 with `keep`, the outputs."""
 
@@ -93,9 +94,9 @@ class JointStep(NamedTuple):
     """A model and its loss function that are compiled as one graph."""
 
     run: StepFunc
-    loss_func: Callable[..., Any]
+    loss_func: Function
     """The function to call inside the graph."""
-    planned: Callable[..., Any]
+    planned: Function
     """The function that everything else calls. If it was replaced, the graph computes another loss."""
 
 
@@ -110,16 +111,14 @@ def compile_step(**torch_compile_kwargs: Any) -> StepFunc:
     if torch_compile_kwargs.get("mode") != "reduce-overhead":
         return compiled
 
-    def run(*args: Any) -> tuple[Any, Any]:
+    def run(*args: object) -> tuple[object, object]:
         loss, outputs = compiled(*args)
         return _copied(loss), outputs
 
     return run
 
 
-def _step(
-    model: nn.Module, call: Callable[..., Any], loss_func: Callable[..., Any], batch: object, keep: bool
-) -> tuple[object, object]:
+def _step(model: nn.Module, call: Function, loss_func: Function, batch: object, keep: bool) -> tuple[object, object]:
     outputs = call(model, batch)
     return loss_func(batch, outputs), tree_map_only(Tensor, Tensor.detach, outputs) if keep else None
 

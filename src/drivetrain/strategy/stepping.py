@@ -113,7 +113,7 @@ class Stepping:
             return outputs.loss if is_trained else self.pipeline.joined_loss(inputs, outputs, self._user_loss)
         return self._weighed(inputs, self._user_loss(inputs, outputs))
 
-    def loss_of(self, call: Callable[[Any, Any], Any], inputs: Any) -> Any:
+    def loss_of(self, call: Callable[..., object], inputs: object) -> Any:
         """Call the model and return the same, in one graph where the plan compiles model and loss together."""
         if self._joint is None:
             return self.loss(inputs, call(self.model, inputs))
@@ -121,7 +121,7 @@ class Stepping:
             result, _ = self._joint.run(self.model, call, self._joint.loss_func, inputs, self._keeps_outputs)
         return self._weighed(inputs, result)
 
-    def _weighed(self, inputs: object, result: Any) -> Any:
+    def _weighed(self, inputs: object, result: object) -> Any:
         items = self.items_of(inputs) if torch.is_grad_enabled() else None
         return with_first(result, lambda loss: self.weigh(loss, items))
 

@@ -23,14 +23,11 @@ from torch import Tensor, nn
 
 from drivetrain.core.containers import map_items, same_tuple
 from drivetrain.core.errors import BatchOutputError, ConfigError, ConfigTypeError, warn
-from drivetrain.core.event import Event
 from drivetrain.module.accumulation import as_factor, share_of
-from drivetrain.module.compilation import JointStep, LossGraph
 from drivetrain.module.wrapping import is_fully_sharded, unwrap
 
 if TYPE_CHECKING:
     from drivetrain.train.hooks import TrainerHooks
-    from drivetrain.train.trainer import Trainer
 
 
 BatchOutput = dict[str, Any]
@@ -38,7 +35,6 @@ BatchOutput = dict[str, Any]
 CallArguments = tuple[tuple[object, ...], dict[str, object]]
 """The positional and the named arguments of a call."""
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
-LOSS_HOOKS = ("calculate_train_batch_loss", "forward", "compute_loss")
 
 
 class PairForm:
@@ -152,76 +148,18 @@ class LossByForm:
     def __call__(self, batch: object, outputs: object) -> Any:
         return one_loss(self.named(batch, outputs))
 
-    def named(self, batch: object, outputs: object) -> Any:
+    def named(self, batch: object, outputs: object) -> object:
         """Return the loss, or several of them by name."""
         if self.loss_func is None:
             return carried_loss(outputs)
         return self.loss_func(self.form.predictions(outputs), self.form.targets(batch))
 
 
-def one_loss(loss: Any) -> Any:
+def one_loss(loss: object) -> Any:
     """Return the loss that is trained on, of several by name."""
     if not isinstance(loss, Mapping):
         return loss
     return loss["loss"] if "loss" in loss else sum(loss.values())
-
-
-class JointForm(OtherForm):
-    """Another form whose model and loss function are one compiled graph in training."""
-
-    def __init__(self, form: BatchForm, joint: JointStep, keep: bool):
-        self.form, self.joint, self.keep = form, joint, keep
-        self.arguments, self.targets, self.predictions = form.arguments, form.targets, form.predictions  # type: ignore[method-assign]
-        self._call, self._loss = CallByForm(form), LossByForm(form, joint.loss_func).named
-
-    def run(self, trainer: "TrainerHooks", batch: object) -> BatchOutput:
-        """Compute what a loss hook returns. The outputs are detached, and None where nothing reads them."""
-        step = trainer.run.loss
-        if not step.before_loss:  # an evaluation
-            return self.form.run(trainer, batch)
-        loss, outputs = self.joint.run(trainer.model, self._call, self._loss, batch, self.keep)
-        trainer.state.outputs = outputs
-        step.saw_forward = step.saw_loss = True
-        return {
-            "loss": trainer._one_loss(loss),
-            "model_outputs": outputs,
-            "batch_size": batch_size_of(self.targets(batch), batch),
-        }
-
-
-_READERS = (
-    *(Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH),
-    *(Event.BEFORE_STEP, Event.AFTER_STEP, Event.BATCH_END, Event.BATCH_CHECKPOINT),
-)
-"""Where plugins may read the outputs of a step."""
-_STEP_HOOKS = (
-    *("optimizer_step", "scheduler_step", "optimizer_zero_grad", "_clip_gradients", "_update_loss_tracker"),
-    *("_perform_forward_and_backward_passes", "_run_train_epoch"),
-)
-
-
-def loss_graph_of(trainer: "Trainer") -> LossGraph:
-    """Return whether model and loss function may be one graph in training: nothing acts between them or differentiates the outputs.
-
-    The graph returns no outputs where nothing reads them. A plugin that does not declare what it reads may read them.
-    """
-    engine, changing = trainer.engine, (Event.AFTER_LOSS, Event.STEP_OUTPUT, Event.BEFORE_BACKWARD)
-    if (
-        trainer.loss_func is None
-        or trainer.run.units is not None
-        or any(map(engine.listens, (Event.AFTER_FORWARD, Event.BEFORE_LOSS)))
-        or any(map(engine.has_algorithm_for, changing))
-        or any(map(trainer.overrides, (*LOSS_HOOKS, "backward_step")))
-    ):
-        return "apart"
-    reads = [getattr(plugin, "reads", ()) for event in _READERS for plugin in engine.listeners(event)]
-    is_read = (
-        engine.listens(Event.STEP_OUTPUT)  # it passes them
-        or any("outputs" in own or not own for own in reads)
-        or any(map(trainer.overrides, _STEP_HOOKS))
-        or bool(trainer.run.measures.train_metrics)
-    )
-    return "outputs" if is_read else "loss"
 
 
 def find_form(batch: object, model: object, has_loss_func: bool) -> BatchForm:

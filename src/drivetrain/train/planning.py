@@ -46,8 +46,9 @@ from drivetrain.strategy.trial.process import reject_inside_trial
 from drivetrain.strategy.value import Strategy, fingerprint
 from drivetrain.train import loaders
 from drivetrain.train.auto import read_samples
-from drivetrain.train.batches import LOSS_HOOKS, BatchForm, CallByForm, LossByForm, WholeForm, loss_graph_of
+from drivetrain.train.batches import BatchForm, CallByForm, LossByForm, WholeForm
 from drivetrain.train.closures import requires_closure
+from drivetrain.train.joint_step import LOSS_HOOKS, loss_graph_of
 from drivetrain.train.resuming import ddp_settings
 from drivetrain.train.settings import TrainSettings
 

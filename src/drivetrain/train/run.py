@@ -31,10 +31,11 @@ from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.codec import pack, unpack
 from drivetrain.train import loaders
 from drivetrain.train.agreement import Agreement
-from drivetrain.train.batches import BatchForm, BatchOutput, JointForm, WholeForm, batch_size_of, find_form
+from drivetrain.train.batches import BatchForm, BatchOutput, WholeForm, batch_size_of, find_form
 from drivetrain.train.checkpoints import CheckpointSchedule
 from drivetrain.train.failures import LastGoodState, Recovery
 from drivetrain.train.items import WHOLE, KnownBatch, LossCounting, Part
+from drivetrain.train.joint_step import JointForm
 from drivetrain.train.settings import TrainerOptions, TrainerRunConfig, TrainSettings
 from drivetrain.train.tracking import LossTracker, MetricSet, MetricWatch
 

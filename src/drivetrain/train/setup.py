@@ -33,10 +33,11 @@ from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import rng_kept
 from drivetrain.train import arguments, loaders, resuming
 from drivetrain.train.accelerator import as_runtime
-from drivetrain.train.batches import batch_size_of, check_generates, loss_graph_of, split_batch
+from drivetrain.train.batches import batch_size_of, check_generates, split_batch
 from drivetrain.train.checkpoints import prepare_folder_for
 from drivetrain.train.failures import prepare_recovery
 from drivetrain.train.items import LossCounting
+from drivetrain.train.joint_step import loss_graph_of
 from drivetrain.train.logbook import StepLosses
 from drivetrain.train.run import Run
 from drivetrain.train.tracking import MetricWatch
