@@ -5,6 +5,7 @@ import json
 import stat
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -94,12 +95,73 @@ def test_what_is_equal_has_one_file_and_what_differs_another(kind):
     assert len({same, *others}) == 1 + len(others)
 
 
+def noisy(batch, output, **settings):
+    return output.mean()
+
+
+def with_default(factor):
+    def loss(batch, output, *, factor=factor):
+        return factor * output.mean()
+
+    return loss
+
+
+def typed_in(text):
+    held = {"nn": nn, "__name__": "notebook"}
+    exec(text, held)
+    return held["it"]
+
+
+def notebook_model(factor, is_inherited=False):
+    base = f"class Base(nn.Linear):\n  def forward(self, x): return super().forward(x) * {factor}\n"
+    child = "class it(Base):\n  def more(self): return 1\n" if is_inherited else "it = Base\n"
+    return typed_in(base + child)(2, 2)
+
+
+def with_attribute(**values):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for name, value in values.items():
+        setattr(model[0], name, value)
+    model.itself = [model]  # what a module holds may lead back to it
+    return model
+
+
+def tied(is_tied):
+    model = with_attribute()
+    if is_tied:
+        model[1].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize(
+    ("field", "make", "values"),
+    [
+        ("model", lambda n: with_attribute(repeats=n), (1, 2)),
+        ("model", lambda n: with_attribute(config={"depths": [n]}), (1, 2)),
+        ("model", lambda n: with_attribute(buffer=nn.Buffer(torch.zeros(n), persistent=False)), (1, 2)),
+        ("model", tied, (False, True)),
+        ("model", notebook_model, (1, 2)),
+        ("model", functools.partial(notebook_model, is_inherited=True), (1, 2)),
+        ("loss_func", lambda n: typed_in(f"def it(batch, output): return output.mean() * {n}"), (1, 2)),
+        ("loss_func", lambda dtype: functools.partial(noisy, dtype=dtype), (torch.float32, torch.bfloat16)),
+        ("loss_func", with_default, (1, 2)),
+        ("optim_args", lambda value: {"lr": value}, (np.float32(0.1), np.float32(0.2))),
+    ],
+    ids="attribute config buffer tied code bases function dtype default numpy".split(),
+)
+def test_what_a_model_or_a_function_holds_and_does_is_a_part_of_it(field, make, values):
+    paths = [_path(replace(make_task(), **{field: make(value)}), CPU, 1, UNTIMED) for value in (*values, *values)]
+    assert paths[:2] == paths[2:] and paths[0] != paths[1]
+
+
 def test_a_file_that_is_damaged_not_private_or_too_large_for_the_memory_counts_as_none(monkeypatch, own_cache):
     plan = kept()
     assert found() == plan
     (file,) = own_cache.iterdir()
     text = file.read_text()
-    for wrong in ("", "[]", text[:-10], json.dumps(json.loads(text) | {"plan": "{}"}), json.dumps({"format": 1})):
+    held = json.loads(text)
+    changed = json.dumps(held | {"plan": held["plan"].replace("1000.0", '"many"')})
+    for wrong in ("", "[]", text[:-10], json.dumps(held | {"plan": "{}"}), changed, json.dumps({"format": 2})):
         file.write_text(wrong)
         assert found() is None, wrong
     file.write_text(text)

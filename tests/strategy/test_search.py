@@ -706,6 +706,24 @@ def test_a_plan_that_cannot_be_applied_is_not_chosen_however_fast_it_is_predicte
     assert run._unmeasured([rejected], plain, []) == plain
 
 
+def test_what_would_be_chosen_without_a_trial_is_looked_at_first():
+    run = find._Search(make_task(batch=64), torch.device("cpu"), 8, SearchConstraints(spec=H100), None)
+    run.space = build_space(place(8))
+    simple, fastest = scored(1.01, 2, data=8, micro=8), scored(1, 1, zero=8, micro=8, sharding="fsdp")
+    assert run._close([fastest], [fastest, simple]) == ([simple, fastest], [])
+
+
+def test_a_search_that_fails_does_not_end_a_training(monkeypatch):
+    def fail(*args):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(find, "build_space", fail)
+    failure = search().failure
+    assert failure.kind == "error" and "RuntimeError: out of luck" in failure.message
+    with pytest.raises(RuntimeError, match="luck"):
+        search(strict=True)
+
+
 def make_task(model=None, batch=8, **changes):
     data = make_data(16)
     samples = {key: torch.stack([data[i][key] for i in range(16)]) for key in ("tokens", "labels")}

@@ -313,6 +313,23 @@ def test_nothing_is_left_behind():
     assert pickle.dumps({name: tensor.tolist() for name, tensor in model.state_dict().items()}) == before
 
 
+def test_a_hook_that_holds_the_original_leaves_no_fake_tensor_in_it():
+    model = make_model()
+    model.seen, model.calls = {"outputs": []}, 0
+
+    def remember(module, args, output):
+        model.seen["outputs"].append(output)
+        model.calls += 1
+
+    model.head.register_forward_hook(remember)
+    held = model.seen["outputs"]
+    for _ in range(2):
+        assert simulate(make_task(model), Strategy(["parallel_mode", "zero2"]), world=2).failure is None
+    assert held == [] and model.seen["outputs"] is held and model.calls == 0
+    held.append(torch.ones(2, requires_grad=True) * 2)  # what cannot be copied is not needed either
+    assert simulate(make_task(model), Strategy([]), world=1).failure is None
+
+
 class ReadsValues(TinyGPT):
     def forward(self, tokens, labels=None):
         if float(super().forward(tokens).mean()) > 0:

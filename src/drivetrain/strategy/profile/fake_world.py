@@ -8,7 +8,7 @@ memory), which `GradientBuckets` reimplements in Python.
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,10 @@ from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.probing import attributes_set
 from drivetrain.runtime.group import destroy_group
 from drivetrain.runtime.ranks import data_group, is_distributed
+from drivetrain.runtime.seeds import rng_kept
+from drivetrain.strategy.profile.operations import tensors_of
 from drivetrain.strategy.profile.torch_private import faked, is_fake, operation_rules
+from drivetrain.strategy.snapshot import ProcessSettings
 
 if TYPE_CHECKING:
     from drivetrain.strategy.profile.torch_private import FakeTensorMode, Operation
@@ -81,8 +84,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
 def _copied(model: nn.Module, replace: Callable[[Tensor], Tensor], mode: AbstractContextManager[object]) -> nn.Module:
     """Return a deep copy with every tensor replaced, those too that a module keeps without registering them; shared ones stay shared."""
     known: dict[int, Tensor] = {}
-    unregistered = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
-    for tensor in [*model.parameters(), *model.buffers(), *unregistered]:
+    for tensor in (tensor for module in model.modules() for tensor in tensors_of(vars(module))):
         if id(tensor) not in known:
             with torch.no_grad():
                 new = replace(tensor.detach())
@@ -92,6 +94,47 @@ def _copied(model: nn.Module, replace: Callable[[Tensor], Tensor], mode: Abstrac
                 new.__dict__.update({key: kept for key, kept in vars(tensor).items() if not isinstance(kept, Tensor)})
             known[id(tensor)] = new
     return copy.deepcopy(model, known)
+
+
+@contextmanager
+def left_as_it_was(model: nn.Module | None) -> Iterator[None]:
+    """Restore random states, the settings of the process, and what a model holds: a hook may write into the original while a copy runs.
+
+    A fake tensor that stayed there would end the process as soon as somebody copies the model.
+    """
+    settings, held = ProcessSettings.capture(), _containers([] if model is None else map(vars, model.modules()))
+    with rng_kept():
+        try:
+            yield
+        finally:
+            settings.restore()
+            for container, content in held:
+                if list(map(id, _content(container))) == list(map(id, content)):
+                    continue
+                container.clear()
+                if isinstance(container, dict):
+                    container.update(zip(content[::2], content[1::2]))
+                else:
+                    (container.extend if isinstance(container, list) else container.update)(content)
+
+
+_Container = dict[object, object] | list[object] | set[object]
+
+
+def _containers(values: Iterable[object]) -> list[tuple[_Container, list[object]]]:
+    """Return the dicts, lists and sets among some values and inside them, each with what it holds."""
+    found: dict[int, tuple[_Container, list[object]]] = {}
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict | list | set) and id(value) not in found:
+            found[id(value)] = value, _content(value)
+            waiting += found[id(value)][1]
+    return list(found.values())
+
+
+def _content(container: _Container) -> list[object]:
+    return [part for item in container.items() for part in item] if isinstance(container, dict) else list(container)
 
 
 def prepared_inputs(task: "TrainingTask", size: int, mode: "FakeTensorMode") -> Any:

@@ -23,7 +23,6 @@ from drivetrain.module.tensor_inference import InferredPlan
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.environment import end_with_parent
 from drivetrain.runtime.ranks import is_distributed
-from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.strategy.profile import few_blocks
 from drivetrain.strategy.profile.fake_world import (
     Deadline,
@@ -33,6 +32,7 @@ from drivetrain.strategy.profile.fake_world import (
     fake_copy,
     fake_world,
     few_chunks,
+    left_as_it_was,
     meta_copy,
     pretended_moves,
 )
@@ -87,12 +87,8 @@ def simulate_plans(
     deadline = Deadline(time_limit)
     if is_distributed():
         return _in_child(task, plans, world, device_kind, deadline)
-    random_state = capture_rng()
-    try:
-        with remembered_tensor_plans():
-            return [_simulate(task, plan, world, device_kind, deadline) for plan in plans]
-    finally:
-        restore_rng(random_state)
+    with left_as_it_was(task.model), remembered_tensor_plans():
+        return [_simulate(task, plan, world, device_kind, deadline) for plan in plans]
 
 
 @dataclass

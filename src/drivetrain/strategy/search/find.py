@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from drivetrain.core.display import shown_bytes
-from drivetrain.core.errors import PlanInfeasible, StrategyError
+from drivetrain.core.errors import ConfigError, PlanInfeasible, StrategyError
 from drivetrain.runtime.collectives import all_gather_values, broadcast_from_master
 from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.strategy.profile.machine import machine_from_spec, profile_machine
@@ -72,13 +72,20 @@ def find_plan(
 ) -> Strategy:
     """Return the best plan for training on `world` processes, or one with `failure` set (with `strict`, raise it).
 
-    What an equal search found before is returned at once, see `plan_cache`.
+    Only wrong input raises otherwise. What an equal search found before is returned at once, see `plan_cache`.
     """
     search = _Search(task, device, world, constraints, on_progress)
     if (kept := find_kept_plan(task, device, world, constraints)) is not None:
         search.tell_end(kept)
         return kept
-    plan = search.run()
+    try:
+        plan = search.run()
+    except ConfigError:
+        raise
+    except Exception as error:  # a model may do anything, and a training does not depend on a plan
+        if constraints.strict:
+            raise
+        plan = Strategy(failure=Failure(kind="error", message=f"the search failed ({type(error).__name__}: {error})."))
     if constraints.strict and plan.failure is not None:
         raise PlanInfeasible(plan.failure.message)
     if plan.failure is None and (plan.measured is not None or search.reason is not None):
@@ -138,7 +145,7 @@ class _Search:
             report = report_of(scored, len(fitting), (), (), broadcast_from_master(self.seconds))
             return Strategy(failure=Failure(kind="error", message=message), search=report)
         with self._timed("simulate"):
-            ranked, simulated = self._simulate(top)
+            ranked, simulated = self._simulate(top, fitting)
         plain = next((item for item in scored if item.candidate == space.plain and item.peak <= budget), None)
         ranked = ranked or top[-1:]
         with self._timed("measure"):
@@ -263,15 +270,19 @@ class _Search:
 
     # What is simulated.
 
-    def _close(self, top: Sequence[Scored]) -> tuple[list[Scored], list[Scored]]:
-        """Return the candidates to look at closely before anything is measured, and the others."""
+    def _close(self, top: Sequence[Scored], fitting: Sequence[Scored]) -> tuple[list[Scored], list[Scored]]:
+        """Return the candidates to look at closely before anything is measured, and the others.
+
+        Without a measurement the first is what would be chosen by prediction, which may be simpler than what is promising.
+        """
         if self.reason is not None:
-            return preferred(top), []
+            likely = [self._unmeasured(fitting, top[0], ()), *preferred(top)]
+            return list({item.candidate: item for item in likely}.values())[:_SIMULATED], []
         fits_easily = self.world == 1 and all(item.peak <= PLENTY * self.budget for item in top)
         count = _SIMULATED_IF_MEASURED if fits_easily else len(top)
         return list(top[:count]), list(top[count:])
 
-    def _simulate(self, top: Sequence[Scored]) -> tuple[list[Scored], list[Scored]]:
+    def _simulate(self, top: Sequence[Scored], fitting: Sequence[Scored]) -> tuple[list[Scored], list[Scored]]:
         """Return the promising candidates that still fit after a run on fake tensors, and those that were simulated."""
         share = _SIMULATION_SHARE if self.reason is None else 1.0
         left = broadcast_from_master(self.thinking.limit * share - self.thinking.spent())
@@ -280,7 +291,7 @@ class _Search:
         if left < _LEAST_SIMULATION:
             self.notes.append("simulation: skipped, because the time limit is too short for it")
             return list(top), []
-        close, rest = self._close(top)
+        close, rest = self._close(top, fitting)
         self._tell(f"simulating {len(close)} plans")
         outcomes = master_does(lambda: self._outcomes(close, left))
         close, rest = close[: len(outcomes)], close[len(outcomes) :] + rest

@@ -13,12 +13,15 @@ import inspect
 import json
 import os
 import platform
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from pathlib import Path
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +38,11 @@ from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.value import Strategy
 
 SWITCH = "DRIVETRAIN_PLAN_CACHE"
-_FORMAT = 1
+_FORMAT = 2
 _FILE_LIMIT = 4 * 2**20
 _DEPTH = 6
 """How deep a description goes into what a function or an object holds."""
+_MOST_ITEMS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +100,8 @@ def keep_plan(
             "plan": plan.to_json(),
         }
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        replace_bytes(path, json.dumps(held).encode(), mode=0o600, durable=False)
+        text = json.dumps({**held, "digest": _digest(held)})
+        replace_bytes(path, text.encode(), mode=0o600, durable=False)
 
 
 def kept_plans() -> list[KeptPlan]:
@@ -137,14 +142,15 @@ def _read(path: Path) -> KeptPlan | None:
         if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
             return None
         held = load_json(read_limited(path, _FILE_LIMIT))
-        if not isinstance(held, dict) or held.pop("format", None) != _FORMAT:
+        if not isinstance(held, dict) or held.pop("digest", None) != _digest(held) or held.pop("format") != _FORMAT:
             return None
-        kept = KeptPlan(path=path, **held)
-        texts = (kept.made, kept.model, kept.device, kept.plan)
-        is_right = all(isinstance(text, str) for text in texts) and type(kept.world) is type(kept.batch) is int
-        return kept if is_right else None
+        return KeptPlan(path=path, **held)
     except (OSError, ValueError, TypeError):
         return None
+
+
+def _digest(values: object) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 # What a plan depends on.
@@ -153,14 +159,12 @@ def _read(path: Path) -> KeptPlan | None:
 def _path(task: TrainingTask, device: torch.device, world: int, constraints: SearchConstraints) -> Path:
     identity = {
         "task": [_described(getattr(task, item.name)) for item in fields(task)],
-        "trained": "" if task.model is None else [p.requires_grad for p in task.model.parameters()],
         "constraints": [_described(getattr(constraints, item.name)) for item in fields(constraints)],
         "machine": [device_name(device), device.type, driver_version(device), usable_cpus(), torch.get_num_threads()],
         "world": world,
         "versions": [torch.__version__, platform.python_version(), _own_version(), sorted(method_names())],
     }
-    text = json.dumps(identity, sort_keys=True)
-    return cache_folder() / f"plan-{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+    return cache_folder() / f"plan-{_digest(identity)[:24]}.json"
 
 
 @functools.cache
@@ -173,51 +177,96 @@ def _own_version() -> str:
     return str(newest)
 
 
-def _described(value: object, depth: int = _DEPTH) -> object:
-    """Return what identifies a value in the next process too: no address, and the code of what somebody wrote."""
+def _described(value: object, depth: int = _DEPTH, seen: set[int] | None = None) -> object:
+    """Return what identifies a value in the next process too: no address, and the code of what somebody wrote.
+
+    What is met again is described once. Of long containers only the beginning counts.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
-    if depth == 0:
-        return type(value).__qualname__
     if isinstance(value, Tensor):
         return [list(value.shape), str(value.dtype)]
-    if isinstance(value, nn.Module):
-        tensors = [[name, _described(tensor)] for name, tensor in value.state_dict(keep_vars=True).items()]
-        classes = sorted({(type(m).__module__, type(m).__qualname__): type(m) for m in value.modules()}.items())
-        return [repr(value), tensors, [_code(kind) for _, kind in classes]]
+    seen = set() if seen is None else seen
+    if depth == 0 or id(value) in seen:
+        return type(value).__qualname__
+    describe = functools.partial(_described, depth=depth - 1, seen=seen)
     if isinstance(value, Mapping):
-        return [[str(name), _described(item, depth - 1)] for name, item in value.items()]
+        return [len(value), [[str(name), describe(item)] for name, item in islice(value.items(), _MOST_ITEMS)]]
     if isinstance(value, set | frozenset):
-        return sorted(map(repr, value))
+        return sorted(map(_shown, value))
     if isinstance(value, list | tuple):
-        return [_described(item, depth - 1) for item in value]
+        return [len(value), [describe(item) for item in value[:_MOST_ITEMS]]]
     if isinstance(value, functools.partial):
-        return [_described(part, depth - 1) for part in (value.func, value.args, value.keywords)]
-    if is_dataclass(value) and not isinstance(value, type):
-        inner = {item.name: getattr(value, item.name) for item in fields(value)}
-        return [type(value).__qualname__, _described(inner, depth - 1)]
+        return [describe(part) for part in (value.func, value.args, value.keywords)]
     if inspect.ismethod(value):
-        return [_described(value.__func__, depth - 1), _described(value.__self__, depth - 1)]
-    if inspect.isfunction(value):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        return [_code(value), _described(cells, depth - 1), _described(value.__defaults__, depth - 1)]
-    if isinstance(value, type) or inspect.isbuiltin(value):
-        return _code(value)
-    return [_code(type(value)), _described(getattr(value, "__dict__", None), depth - 1)]
+        return [describe(value.__func__), describe(value.__self__)]
+    if isinstance(value, type | ModuleType | FunctionType | BuiltinFunctionType):
+        return _described_code(value, describe, seen)
+    seen.add(id(value))
+    if isinstance(value, nn.Module):
+        return _described_module(value, describe, seen)
+    held = object.__getstate__(value)  # attributes and slots
+    return [describe(type(value)), _shown(value) if held is None else describe(held)]
 
 
-def _is_filled(cell: object) -> bool:
+def _described_module(module: nn.Module, describe: Callable[[object], object], seen: set[int]) -> object:
+    """Return tensors and parts of a module, with attributes: one may say how often a layer runs."""
+    numbers: dict[int, int] = {}  # of tensors: shared ones have one
+    tensors = [
+        [name, numbers.setdefault(id(tensor), len(numbers)), tensor.requires_grad, describe(tensor)]
+        for found in (module.named_parameters, module.named_buffers)
+        for name, tensor in found(remove_duplicate=False)
+    ]
+    parts = dict(module.named_modules())
+    seen.update(map(id, parts.values()))
+    rows = []
+    for name, part in parts.items():
+        own = {key: held for key, held in vars(part).items() if key not in _OF_EVERY_MODULE}
+        rows.append([name, type(part).__qualname__, describe(type(part)), describe(own)])
+    return [tensors, rows]
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _described_code(
+    item: type | ModuleType | FunctionType | BuiltinFunctionType, describe: Callable[[object], object], seen: set[int]
+) -> object:
+    """Return the name of a class or function, with its instructions where it is not torch's: that has a version."""
+    name = f"{getattr(item, '__module__', '')}.{getattr(item, '__qualname__', item.__name__)}"
+    if name.partition(".")[0] in ("torch", "builtins") or not isinstance(item, type | FunctionType):
+        return name
+    if isinstance(item, FunctionType):
+        cells = [cell.cell_contents for cell in item.__closure__ or () if _is_filled(cell)]
+        return [name, _instructions(item.__code__), *map(describe, (cells, item.__defaults__, item.__kwdefaults__))]
+    seen.add(id(item))
+    members = {key: _function_in(value) for key, value in vars(item).items()}
+    written = {  # other names with underscores are the interpreter's: the line on which it begins, say
+        key: one
+        for key, one in members.items()
+        if isinstance(one, FunctionType) or (isinstance(one, int | float | str | tuple) and not key.startswith("__"))
+    }
+    return [name, describe(written), [_described_code(kind, describe, seen) for kind in item.__bases__]]
+
+
+def _function_in(member: object) -> object:
+    """Return the function inside a method, a property or a decorated function of a class."""
+    for name in ("__func__", "fget", "func", "__wrapped__"):
+        member = getattr(member, name, member)
+    return member
+
+
+def _instructions(code: CodeType) -> list[object]:
+    constants = [_instructions(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts]
+    return [code.co_code.hex(), list(code.co_names), constants]
+
+
+def _shown(value: object) -> str:
+    return re.sub(" at 0x[0-9a-fA-F]+", "", repr(value))
+
+
+def _is_filled(cell: CellType) -> bool:
     try:
-        return cell.cell_contents is not None  # type: ignore[attr-defined]
+        return cell.cell_contents is not None
     except ValueError:
         return False
-
-
-def _code(item: object) -> str:
-    """Return the name of a class or function, with its source where it is not torch's: that has a version."""
-    module, name = str(getattr(item, "__module__", "")), str(getattr(item, "__qualname__", ""))
-    if module.partition(".")[0] in ("torch", "builtins"):
-        return f"{module}.{name}"
-    with suppress(OSError, TypeError):
-        return f"{module}.{name}\n{inspect.getsource(item)}"  # type: ignore[arg-type]
-    return f"{module}.{name}"
