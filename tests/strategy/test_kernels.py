@@ -253,6 +253,16 @@ def test_cuda_graphs_bring_the_compiler():
     assert own.config("native_dynamo").backend == "aot_eager"
 
 
+@pytest.mark.parametrize("other", ["data", "sequence"])
+def test_channels_last_is_rejected_where_gradients_are_averaged_by_sharding(other):
+    from drivetrain.strategy.resolve import resolve_plan
+
+    methods = ["tensor_parallel", *(["sequence_parallel"] if other == "sequence" else [])]
+    plan = Strategy([("parallel_mode", [("tensor", 2), (other, 2)]), *methods, "channels_last"])
+    with pytest.raises(ConflictError, match="channels_last and data or sequence ranks with a 'tensor' axis"):
+        resolve_plan(plan, device="cpu", world=4)
+
+
 @compiler_noise
 def test_the_trainer_compiles_the_loss_too():
     torch._dynamo.reset()
