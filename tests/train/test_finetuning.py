@@ -201,3 +201,17 @@ def test_batch_norms_are_recognised():
 
 def test_restoring_modes_of_something_that_is_no_module_does_nothing():
     restore_frozen_modes("a test double")
+
+
+def test_integer_parameters_are_left_alone():
+    class Quantized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.body.packed = nn.Parameter(torch.arange(3), requires_grad=False)
+
+    freezer = ModelFreezer(Quantized())
+    assert [layer.is_frozen for layer in freezer.get_layers()] == [False, False]
+    freezer.freeze()
+    assert [group.is_frozen for group in freezer.get_layer_groups()] == [True, False]
+    assert len(freezer.unfreeze()[0]["params"]) == 2

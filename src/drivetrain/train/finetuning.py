@@ -49,7 +49,7 @@ class ModelFreezer:
     def __init__(self, model: nn.Module, freeze_batch_norms: bool = False):
         self.model = model
         self.freeze_bn = freeze_batch_norms
-        for parameter in model.parameters():
+        for parameter in _trainable(model):
             parameter.requires_grad = True
         self._layer_groups = list(unwrap(model).children())
         self._layers = [(index, layer) for index, group in enumerate(self._layer_groups) for layer in _layers(group)]
@@ -58,7 +58,7 @@ class ModelFreezer:
     def get_layer_groups(self) -> list[LayerGroup]:
         """Return the groups in the model's order."""
         return [
-            LayerGroup((index, index - self.num_groups), group, any(not p.requires_grad for p in group.parameters()))
+            LayerGroup((index, index - self.num_groups), group, any(not p.requires_grad for p in _trainable(group)))
             for index, group in enumerate(self._layer_groups)
         ]
 
@@ -88,7 +88,7 @@ class ModelFreezer:
         for index, layer in self._layers:
             if not first <= index <= last or self._is_left_alone(layer):
                 continue
-            for parameter in layer.parameters(recurse=False):
+            for parameter in _trainable(layer, recurse=False):
                 if parameter.requires_grad != trainable:
                     parameter.requires_grad = trainable
                     changed.setdefault(index, {"params": []})["params"].append(parameter)
@@ -106,7 +106,7 @@ class ModelFreezer:
         return _module_is_batch_norm(module) and not self.freeze_bn
 
     def _is_frozen(self, layer: nn.Module) -> bool:
-        flags = {parameter.requires_grad for parameter in layer.parameters(recurse=False)}
+        flags = {parameter.requires_grad for parameter in _trainable(layer, recurse=False)}
         if len(flags) > 1:
             name = next(name for name, module in self.model.named_modules() if module is layer)
             listed = ", ".join(f"{n}: {p.requires_grad}" for n, p in layer.named_parameters(recurse=False))
@@ -136,6 +136,11 @@ def restore_frozen_modes(model: object) -> None:
         for module in model.modules():
             if _KEPT_IN_EVAL in module.__dict__:
                 module.training = False
+
+
+def _trainable(module: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
+    """Return the parameters that can have a gradient. Quantized weights are integers and cannot."""
+    return [p for p in module.parameters(recurse) if p.is_floating_point() or p.is_complex()]
 
 
 def _module_is_batch_norm(module: nn.Module) -> bool:

@@ -55,10 +55,26 @@ def is_ready_loader(data: object) -> TypeGuard[Iterable[object]]:
     return not isinstance(data, Dataset) and hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
 
 
-class EvaluationLoaders:
+class AroundLoader:
+    """Adds something to a loader. Everything else is delegated to it."""
+
+    def __init__(self, dl: Any):
+        self.dl = dl
+
+    def __len__(self) -> int:
+        return len(self.dl)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dl":  # not set yet, as while a copy is being made
+            raise AttributeError(name)
+        return getattr(self.dl, name)
+
+
+class EvaluationLoaders(AroundLoader):
     """The loaders of several evaluation sets, by name. Any other attribute is that of the first."""
 
     def __init__(self, loaders: Mapping[str, Any]):
+        super().__init__(next(iter(loaders.values())))
         self._loaders = dict(loaders)
 
     def items(self) -> Iterable[tuple[str, Any]]:
@@ -70,11 +86,6 @@ class EvaluationLoaders:
 
     def __len__(self) -> int:
         return sum(map(len, self._loaders.values()))
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_loaders":  # not set yet, as while a copy is being made
-            raise AttributeError(name)
-        return getattr(next(iter(self._loaders.values())), name)
 
 
 def set_names(loader: object) -> list[str] | None:
@@ -226,7 +237,7 @@ def length(loader: Any) -> int | None:
 
 def batch_size_of_loader(loader: object) -> int | None:
     """Return the batch size per process that a loader was built with, or None."""
-    size = getattr(getattr(loader, "dl", loader), "batch_size", None)
+    size = getattr(loader, "batch_size", None)
     return size if isinstance(size, int) else None
 
 
@@ -348,11 +359,11 @@ def limit_from_environment() -> int | None:
     return int(text)
 
 
-class DataLoaderSlice:
-    """The first batches of a loader, or all of them for a size of None. Everything else is delegated to the loader."""
+class DataLoaderSlice(AroundLoader):
+    """The first batches of a loader, or all of them for a size of None."""
 
     def __init__(self, dl: Any, slice_size: int | None):
-        self.dl = dl
+        super().__init__(dl)
         self.slice_size = slice_size
 
     def __iter__(self) -> Iterator[object]:
@@ -361,21 +372,17 @@ class DataLoaderSlice:
     def __len__(self) -> int:
         return len(self.dl) if self.slice_size is None else min(len(self.dl), self.slice_size)
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "dl":  # not set yet, as while a copy is being made
-            raise AttributeError(name)
-        return getattr(self.dl, name)
-
 
 # ---------------------------------------------------------------------- a loop of the user's own
 # A subclass may write out the loop over its batches, as pytorch-accelerated's `_run_train_epoch` does, and call hooks and callbacks itself.
 # Around each batch it takes, this adds the move to the device, the accumulation window, counting, checkpoints, evaluation, limits, signals.
 
 
-class OwnLoop:
-    """A loader whose batches are counted as they are taken. Everything else is delegated to the loader."""
+class OwnLoop(AroundLoader):
+    """A loader whose batches are counted as they are taken."""
 
     def __init__(self, trainer: "TrainerLoop", loader: Any):
+        super().__init__(loader)
         self._trainer, self.loader = trainer, loader
         self._steps: Generator[object, None, None] | None = None
         self._in_step = False
@@ -385,14 +392,6 @@ class OwnLoop:
     def __iter__(self) -> Iterator[object]:
         self._steps = self._take()
         return self._steps
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # not set yet, as while a copy is being made
-            raise AttributeError(name)
-        return getattr(self.loader, name)
 
     def close(self) -> None:
         """Count the batch at which the loop was left early."""

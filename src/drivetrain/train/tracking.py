@@ -63,27 +63,19 @@ class LossTracker:
 
         A loss that counts for nothing is ignored: the mean over no items is not a number.
         """
-        if (
-            type(batch_size) is int
-            and type(loss_batch_value) is Tensor
-            and loss_batch_value.is_cpu
-            and not loss_batch_value.ndim
-        ):
-            self._last = self._known = value = loss_batch_value.item()  # on the host already: nothing waits
-            if batch_size and (not self.leaves_out_nonfinite or math.isfinite(value)):
-                self._sum += value * batch_size
+        loss = loss_batch_value
+        if type(loss) is Tensor and loss.is_cpu and not loss.ndim:
+            loss = loss.item()  # on the host already: nothing waits
+        if not isinstance(loss, Tensor) and not isinstance(batch_size, Tensor):
+            self._last = self._known = loss = float(loss)
+            if batch_size and (not self.leaves_out_nonfinite or math.isfinite(loss)):
+                self._sum += loss * batch_size
                 self._count += batch_size
             return
-        if not isinstance(loss_batch_value, Tensor):
-            if isinstance(batch_size, Tensor):
-                loss_batch_value = batch_size.new_full((), loss_batch_value, dtype=_sum_dtype(batch_size.device))
-            else:
-                self._last = self._known = loss_batch_value
-                if batch_size:
-                    self._sum += loss_batch_value * batch_size
-                    self._count += batch_size
-                return
-        loss = loss_batch_value.detach() if loss_batch_value.requires_grad else loss_batch_value
+        if not isinstance(loss, Tensor):
+            assert isinstance(batch_size, Tensor)
+            loss = batch_size.new_full((), loss, dtype=_sum_dtype(batch_size.device))
+        loss = loss.detach()
         if loss.ndim:
             loss = loss.mean() if loss.is_floating_point() else loss.double().mean()
         self._last = loss

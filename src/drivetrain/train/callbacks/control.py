@@ -10,7 +10,7 @@ from torch import nn
 
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_count
-from drivetrain.core.errors import ConfigError, DrivetrainWarning
+from drivetrain.core.errors import ConfigError, DrivetrainWarning, warn
 from drivetrain.core.plugin import Logger
 from drivetrain.runtime.ranks import is_distributed, num_data_ranks
 from drivetrain.train.callbacks.base import TrainerCallback
@@ -46,11 +46,8 @@ class ConvertSyncBatchNormCallback(TrainerCallback):
         if not is_distributed():
             return
         if torch.device(state.device).type == "cpu":
-            warnings.warn(
-                "ConvertSyncBatchNormCallback has no effect on a CPU: torch synchronises batch statistics on "
-                "accelerators only.",
-                DrivetrainWarning,
-                stacklevel=2,
+            warn(
+                "ConvertSyncBatchNormCallback has no effect on a CPU: torch synchronises batch statistics on accelerators only."
             )
             return
         state.model = nn.SyncBatchNorm.convert_sync_batchnorm(state.model)

@@ -1,7 +1,6 @@
 """Callbacks that save: the best model, the whole state of a run at intervals, and the ends of a WSD schedule."""
 
 import shutil
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_count
-from drivetrain.core.errors import DrivetrainWarning
+from drivetrain.core.errors import warn
 from drivetrain.core.plugin import Logger
 from drivetrain.core.types import StateDict
 from drivetrain.runtime.collectives import agree_any
@@ -76,7 +75,7 @@ class SaveBestModelCallback(TrainerCallback):
         self._save_if_best(trainer, self._watch.agreed_value(trainer, inside_epoch=True))
 
     def _save_if_best(self, trainer: "Trainer", value: float | None) -> None:
-        if value is None or not self._watch.improvement(value) > 0:
+        if value is None or not self._watch.improvement(value) > 0 or not trainer.writes_files:
             return
         clock, self._watch.best = trainer.state.clock, value
         self.best_metric_epoch, self.best_metric_step = clock.epoch + (clock.batch_in_epoch > 0), clock.batch
@@ -91,10 +90,8 @@ class SaveBestModelCallback(TrainerCallback):
         if not self.load_saved_checkpoint or self.best_metric is None or not trainer.writes_files:
             return
         if agree_any(not Path(self.save_path).exists()):  # loading needs all ranks
-            warnings.warn(
-                f"the best model was saved to {self.save_path}, which no longer exists; the trainer keeps the last weights.",
-                DrivetrainWarning,
-                stacklevel=2,
+            warn(
+                f"the best model was saved to {self.save_path}, which no longer exists; the trainer keeps the last weights."
             )
             return
         trainer.print(
@@ -132,11 +129,8 @@ class SaveTrainingStateCallback(TrainerCallback):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), hint=", or None")
         if self.save_every_n_epochs is None and self.save_every_n_steps is None and not self.save_at_end:
-            warnings.warn(
-                "SaveTrainingStateCallback saves nothing: give save_every_n_epochs, save_every_n_steps or save_at_end=True.",
-                DrivetrainWarning,
-                stacklevel=3,
-            )
+            text = "SaveTrainingStateCallback saves nothing: give save_every_n_epochs, save_every_n_steps or save_at_end=True."
+            warn(text, stacklevel=3)
         self.save_dir, self._saved_checkpoints = Path(self.save_dir), list[Path]()
 
     def on_train_step_start(self, trainer: "Trainer", **kwargs: object) -> None:

@@ -4,7 +4,6 @@ It is stepped after every update, never per epoch, so there is one count and no 
 `step()` evaluates update 0, the value the constructor already set: update k (from 0) runs with f(max(k - 1, 0)).
 """
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from drivetrain.core.arguments import check_number
-from drivetrain.core.errors import ConfigError, DrivetrainWarning
+from drivetrain.core.errors import ConfigError, warn
 from drivetrain.core.types import StateDict
 
 Values = None | float | Iterable[float]
@@ -109,12 +108,8 @@ class StatefulSchedulerBase(SchedulerBase):
         state = dict(state_dict)
         num_updates = state.pop("num_updates", None)
         if num_updates is None:
-            warnings.warn(
-                f"the saved state of {type(self).__name__} has no count of updates; the schedule continues from "
-                f"{self._num_updates}.",
-                DrivetrainWarning,
-                stacklevel=2,
-            )
+            name = type(self).__name__
+            warn(f"the saved state of {name} has no count of updates; the schedule continues from {self._num_updates}.")
         else:
             self._num_updates = num_updates
         super().load_state_dict(state)
