@@ -190,6 +190,32 @@ def test_compiled_blocks_of_split_models_follow_the_plain_model(world2):
     check_against_plain(world2(follow_all, plans, timeout=180), plans, curve=2e-2, first=1e-2, parameters=None)
 
 
+def losses_of_lengths(plan, lengths=(8, 4, 6)):
+    """Return the losses of batches of different lengths, the last of a model that was trained on the others."""
+    torch._dynamo.reset()
+    result = auto_accelerate(
+        make_model(), torch.optim.SGD, make_data(), loss_func, None, "unpack_dict", {"lr": 0.05},
+        dataloader_args={"batch_size": 8, "num_workers": 0}, load_strategy=plan, device="cpu", ignore_dryrun_on_load_strategy=True,
+    )[1]  # fmt: skip
+    losses = []
+    for length, batch in zip(lengths, result.dataloader):
+        batch = {name: value[:, :length] for name, value in batch.items()}
+        losses.append(result.loss_func(batch, result.model(**batch)))
+        losses[-1].backward()
+        result.optim.step()
+        result.optim.zero_grad()
+    clear_data_ranks()
+    return [loss.item() for loss in losses]
+
+
+@pytest.mark.slow
+def test_compiled_split_layers_take_sequences_of_several_lengths(world2):
+    """With symbolic sizes torch's compiler fails in the backward pass of distributed tensors."""
+    plan = [("parallel_mode", [("tensor", 2)]), TENSOR, ("compile", "aot_eager")]
+    for losses in world2(losses_of_lengths, plan, timeout=180):
+        assert losses == pytest.approx(losses_of_lengths([]), rel=1e-5)
+
+
 def test_a_short_last_batch_gives_the_gradient_of_its_own_mean(world2, world4):
     """Of its three samples one of four ranks gets none."""
     for world, names in (

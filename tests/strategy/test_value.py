@@ -38,6 +38,7 @@ FULL = [
     ("tensor_parallel", {"plan": {"up": "colwise", "down": "rowwise"}}),
     ("micro_batch", 4, True),
 ]
+TENSOR = ("parallel_mode", [("tensor", 2)])
 PLAIN = {"drivetrain_strategy": 1, "methods": []}
 BATCH = {"global_size": 8, "micro": 8, "accumulation": 1, "data_ranks": 1}
 
@@ -209,6 +210,7 @@ def test_keys_without_a_meaning_warn_by_name():
         ([("checkpoint", {"every": 1}), ("checkpoint", {"every": 2})], 1, ConflictError, "twice"),
         ([("amp_native", "bf16"), ("half", "fp16")], 1, ConflictError, "bfloat16.*float16"),
         (["tensor_parallel"], 2, StrategyError, "no 'tensor' axis"),
+        ([TENSOR, "tensor_parallel", ("compile", {"dynamic": True})], 2, ConflictError, "Remove dynamic"),
         ([("parallel_mode", [("tensor", 2)])], 2, StrategyError, "no tensor_parallel"),
         ([("parallel_mode", [("tensor", 3)]), "tensor_parallel"], 2, StrategyError, "need 3 processes"),
         ([("parallel_mode", [("tensor", 3), ("data", 1)]), "tensor_parallel"], 4, StrategyError, "multiple of 3"),

@@ -113,6 +113,7 @@ class NativeDynamo(Method):
 
     def apply(self, ctx: "Application", config: CompileConfig) -> None:
         settings: Settings = {"backend": config.backend, "fullgraph": config.fullgraph}
+        settings |= {"dynamic": False} if ctx.plan.site.axis("tensor") > 1 else {}  # see TensorParallel.clash
         settings |= {key: value for key in ("mode", "dynamic") if (value := getattr(config, key)) is not None}
         if "cuda_graphs" in ctx.plan.site.names:
             settings["mode"] = "reduce-overhead"

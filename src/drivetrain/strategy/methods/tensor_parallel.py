@@ -2,11 +2,12 @@
 running a block.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -96,6 +97,15 @@ class TensorParallel(Method):
         if not units or {*SHARDING, "half"} & set(names):
             return own
         return (*own, ("zero2", find_method("zero2").parse({"wrap": units})))
+
+    def clash(self, config: TensorParallelConfig, others: Mapping[str, Any], device: torch.device) -> str | None:
+        """Reject symbolic sizes. With them torch's compiler fails in the backward pass of distributed tensors."""
+        if not getattr(others.get("native_dynamo"), "dynamic", None):
+            return None
+        return (
+            "native_dynamo with dynamic=True and tensor_parallel cannot be used together: torch cannot compile split layers for sizes that "
+            "vary. Remove dynamic: each size is then compiled for itself. Pad sequences to few different lengths."
+        )
 
     def check(self, config: TensorParallelConfig, site: Site) -> None:
         self.require_axis(site)
