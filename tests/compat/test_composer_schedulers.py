@@ -6,10 +6,14 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from drivetrain import optim
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.event import Event
+from drivetrain.train.trainer import Trainer
+from tests.algorithms.tasks import Watch
 from tests.train.tasks import make_data, make_trainer, train
 
 LENGTH = 10  # batches per epoch
@@ -167,8 +171,9 @@ def test_epochs_and_batches_are_brought_together_and_other_units_are_not():
     assert optim.LinearWithWarmupScheduler("2ep", t_max="100ba")(state_at(10, "100ba")) == 0.5
     assert optim.LinearWithWarmupScheduler("20ba")(state_at(60)) == pytest.approx(0.5)
     with pytest.raises(ValueError, match="cannot be compared"):
-        optim.LinearWithWarmupScheduler("100tok")(state_at(1))
+        optim.LinearWithWarmupScheduler("100tok")(state_at(0))
     without_length = State(max_duration="10ep")
+    without_length.clock.next_batch()
     with pytest.raises(ValueError, match="cannot be compared"):
         optim.LinearWithWarmupScheduler("20ba")(without_length)
 
@@ -242,3 +247,24 @@ def test_a_class_derived_from_a_scheduler_can_be_given_to_the_trainer():
     trainer.optimizer_step = lambda: (rates.append(trainer.optimizer.param_groups[0]["lr"]), step())
     train(trainer, make_data(64), num_epochs=2, create_scheduler_fn=Halved())
     assert rates == pytest.approx([0.5 * base * (1 - n / len(rates)) for n in range(len(rates))])
+
+
+MIXED = {
+    "cosine": (lambda: optim.CosineAnnealingWithWarmupScheduler("3ba"), [0, 1 / 3, 2 / 3, 1]),
+    "constant": (lambda: optim.ConstantWithWarmupScheduler("3ba", 0.5), [0, 0.5 / 3, 1 / 3, 0.5]),
+    "no warm-up": (lambda: optim.LinearWithWarmupScheduler("0ba"), [1, 7 / 8, 6 / 8, 5 / 8]),
+    "one cycle": (lambda: optim.OneCycleScheduler("4ba", alpha_i=0.2), [0.2, None, 0.6, None]),
+}
+
+
+@pytest.mark.parametrize(("make", "expected"), MIXED.values(), ids=MIXED)
+def test_a_warmup_in_batches_fits_a_run_in_epochs(make, expected):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    rates = Watch(Event.BEFORE_STEP, lambda state: optimizer.param_groups[0]["lr"])
+    trainer = Trainer(model, nn.CrossEntropyLoss(), optimizer, [rates])
+    data = TensorDataset(torch.randn(8, 2), torch.zeros(8, dtype=torch.long))
+    trainer.train(data, num_epochs=2, per_device_batch_size=2, create_scheduler_fn=make())
+    seen = [rate for rate, wanted in zip(rates.values, expected) if wanted is not None]
+    assert seen == pytest.approx([wanted for wanted in expected if wanted is not None])

@@ -1,17 +1,20 @@
 """A program written for Composer trains here as our own Trainer does."""
 
+import warnings
+
 import pytest
 import torch
 from drivetrain.compat.composer.algorithms import LabelSmoothing
 from drivetrain.compat.composer.loggers import InMemoryLogger, LoggerDestination
 from drivetrain.compat.composer.loss import binary_cross_entropy_with_logits, soft_cross_entropy
 from drivetrain.compat.composer.models import ComposerClassifier, ComposerModel
-from drivetrain.compat.composer.optim import LinearScheduler
+from drivetrain.compat.composer.optim import LinearScheduler, MultiStepScheduler
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from drivetrain import SmartDataLoader
 from drivetrain import Trainer as NativeTrainer
+from drivetrain.algorithms import ScaleSchedule
 from drivetrain.compat.composer import Callback, DataSpec, Evaluator, Trainer
 from drivetrain.context.batch import ensure_targets_one_hot
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
@@ -248,3 +251,14 @@ def test_a_model_without_its_methods_says_which_is_missing():
         ComposerModel()(1)
     with pytest.raises(NotImplementedError, match=r"loss\(self, outputs, batch\)"):
         ComposerModel().loss(1, 2)
+
+
+def test_the_algorithm_that_scales_a_run_scales_its_schedule():
+    rates = []
+    for scaling in ({"scale_schedule_ratio": 0.5}, {"algorithms": ScaleSchedule(0.5)}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            trainer = make(schedulers=MultiStepScheduler(["10ba"]), **scaling)
+            trainer.fit()
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.01, 0.01])

@@ -182,6 +182,7 @@ def test_rows_of_padding_are_removed(shape):
 def test_a_row_that_only_contains_the_padding_value_somewhere_stays():
     rows = torch.tensor([[-1, 2], [-1, -1]])
     assert remove_padding(rows, -1).tolist() == [[-1, 2]]
+    assert remove_padding(rows[:0], -1).shape == (0, 2)
 
 
 class Seeds(Dataset):

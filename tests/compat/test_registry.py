@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 
 import drivetrain
+from drivetrain.compat.atorch_plans import read_legacy_pickle
 from drivetrain.compat.registry import EXPORTS, MODULES, SLOTS
+from drivetrain.core.errors import StrategyFormatError
 from drivetrain.core.lazy import Slot
 
 PACKAGE = Path(drivetrain.__file__).parent
@@ -66,3 +69,12 @@ def test_names_for_people_who_come_from_elsewhere_are_offered(package):
         for name in names:
             assert getattr(module, name) is getattr(importlib.import_module(home), name)
             assert (name in dir(module)) == (package != "drivetrain.core")  # listing them there would load torch
+
+
+def test_a_damaged_pickle_of_a_plan_is_reported_as_such():
+    inner = pickle.dumps({"a": 1})
+    for damaged in (inner[:-1], inner[:-3], b"\x80\x12.", b""):
+        for data in (damaged, pickle.dumps([("fsdp", damaged, False)])):
+            if data:
+                with pytest.raises(StrategyFormatError):
+                    read_legacy_pickle(data)

@@ -43,12 +43,7 @@ class _PlanUnpickler(pickle.Unpickler):
 
 def read_legacy_pickle(data: bytes) -> list[object]:
     """Return the list of methods in a pickled plan."""
-    try:
-        value = _PlanUnpickler(io.BytesIO(data)).load()
-    except StrategyFormatError:
-        raise
-    except (pickle.UnpicklingError, TypeError, AttributeError, EOFError, ValueError) as error:
-        raise StrategyFormatError(f"the pickle cannot be read as a plan: {error}.") from error
+    value = _unpickled(data)
     if isinstance(value, _LegacyStrategy):
         value = value.opt_list
     if not isinstance(value, list | tuple):
@@ -56,9 +51,17 @@ def read_legacy_pickle(data: bytes) -> list[object]:
     return [_decoded(item) for item in value]
 
 
+def _unpickled(data: bytes) -> object:
+    try:
+        return _PlanUnpickler(io.BytesIO(data)).load()
+    except StrategyFormatError:
+        raise
+    except Exception as error:  # damage shows in many ways
+        raise StrategyFormatError(f"the pickle cannot be read as a plan: {error or type(error).__name__}.") from error
+
+
 def _decoded(item: object) -> object:
     """Return one method; ATorch pickles the configuration inside its pickle once more."""
     if not isinstance(item, tuple | list) or len(item) < 2 or not isinstance(item[1], bytes):
         return tuple(item) if isinstance(item, list) else item
-    config = _PlanUnpickler(io.BytesIO(item[1])).load()
-    return (item[0], config, *item[2:3])
+    return (item[0], _unpickled(item[1]), *item[2:3])

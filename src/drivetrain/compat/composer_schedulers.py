@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_choice, check_flag, check_number
 from drivetrain.core.errors import ConfigError
-from drivetrain.core.time import Time, TimeLike
+from drivetrain.core.time import Time, TimeLike, TimeUnit
 from drivetrain.optim import positions, schedules
 from drivetrain.optim.positions import Span, StateSchedule, in_common_unit, position_in, span_of
 
@@ -198,7 +198,9 @@ class _WithWarmup(_Scheduler):
         warmup = span_of(self.t_warmup, state, ssr if self.scale_warmup else 1.0)
         end = span_of(self.t_max, state, ssr)
         positions.check_covers_run(end, state, f"{self._name()}(t_max={str(self.t_max)!r})")
-        warmup, end = in_common_unit(warmup, end, state, self._name())
+        if _starts(warmup, end, state):
+            return 0.0
+        warmup, end = _in_common_unit(warmup, end, state, self._name())
         risen = _rise(warmup, state)
         if risen is not None:
             return self.peak * risen
@@ -278,7 +280,7 @@ class WSDScheduler(_Scheduler):
         risen = _rise(span_of(self.t_warmup, state), state)
         if risen is not None:
             return risen
-        fall, end = in_common_unit(span_of(self.t_decay, state, ssr), end, state, self._name())
+        fall, end = _in_common_unit(span_of(self.t_decay, state, ssr), end, state, self._name())
         passed = position_in(end.unit, state) - (end.value - fall.value)
         if passed <= 0:
             return 1.0
@@ -309,8 +311,22 @@ class OneCycleScheduler(_Scheduler):
         self.alpha_i, self.alpha_f = self._factor("alpha_i", alpha_i), self._factor("alpha_f", alpha_f)
 
     def __call__(self, state: State, ssr: float = 1.0) -> float:
-        up, end = in_common_unit(span_of(self.t_up, state, ssr), span_of(self.t_max, state, ssr), state, self._name())
+        up, end = span_of(self.t_up, state, ssr), span_of(self.t_max, state, ssr)
+        if _starts(up, end, state):
+            return self.alpha_i
+        up, end = _in_common_unit(up, end, state, self._name())
         return schedules.one_cycle(position_in(end.unit, state), up.value, end.value, self.alpha_i, self.alpha_f)
+
+
+def _starts(first: Span, second: Span, state: State) -> bool:
+    """Return whether nothing of a span has passed; then the loader, whose length relates the units, may not be there yet."""
+    is_counted = {first.unit, second.unit} <= {TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.STEP}
+    return is_counted and first.value > 0 and position_in(first.unit, state) == 0
+
+
+def _in_common_unit(first: Span, second: Span, state: State, who: str) -> tuple[Span, Span]:
+    """Return both spans in one unit; 0 is 0 in every unit."""
+    return in_common_unit(first if first.value else Span(0.0, second.unit), second, state, who)
 
 
 def _rise(warmup: Span, state: State) -> float | None:

@@ -139,7 +139,7 @@ class Trainer(NativeTrainer):
         return model.eval_forward(batch, batch_output["model_outputs"]), batch
 
     def _compiled(self, schedule: Any, optimizer: Any) -> Any:
-        return compile_state_schedule(schedule, self.state, self.scale_schedule_ratio)
+        return compile_state_schedule(schedule, self.state, self._schedule_ratio())
 
 
 def _watches(logger: object) -> bool:

@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 def remove_padding(padded_tensor: Tensor, pad_value: float) -> Tensor:
     """Drop the rows that hold nothing but the padding value."""
-    is_padding = (padded_tensor == pad_value).reshape(len(padded_tensor), -1).all(dim=1)
+    is_padding = (padded_tensor == pad_value).unsqueeze(-1).flatten(1).all(dim=1)
     return padded_tensor[~is_padding]
 
 
