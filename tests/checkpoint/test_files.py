@@ -5,7 +5,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from drivetrain.checkpoint.files import replace_text, write_bytes, write_tensors
+from drivetrain.checkpoint.files import replace_file, safetensors_pieces, write_file
 from drivetrain.checkpoint.tree import SAFETENSORS_DTYPES
 
 
@@ -19,7 +19,7 @@ def sample(dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", SAFETENSORS_DTYPES)
 def test_the_safetensors_library_reads_every_type_we_write(tmp_path, dtype):
     value = sample(dtype)
-    write_tensors(tmp_path, "x.safetensors", {"x": value, "odd": torch.ones(3, dtype=torch.uint8)})
+    write_file(tmp_path, "x.safetensors", safetensors_pieces({"x": value, "odd": torch.ones(3, dtype=torch.uint8)}))
     back = load_file(tmp_path / "x.safetensors")
     assert back["x"].dtype is dtype and back["x"].shape == value.shape
     assert torch.equal(back["x"].view(torch.uint8), value.view(torch.uint8))
@@ -38,7 +38,7 @@ def test_any_shape_and_stride_is_written_by_value(tmp_path):
         "conjugate": torch.tensor([1 + 2j]).conj(),
         "parameter": torch.nn.Parameter(torch.ones(2)),
     }
-    write_tensors(tmp_path, "x.safetensors", tensors)
+    write_file(tmp_path, "x.safetensors", safetensors_pieces(tensors))
     back = load_file(tmp_path / "x.safetensors")
     for name, tensor in tensors.items():
         assert torch.equal(back[name], tensor), name
@@ -47,14 +47,14 @@ def test_any_shape_and_stride_is_written_by_value(tmp_path):
 def test_a_tensor_larger_than_one_piece_is_whole(tmp_path, monkeypatch):
     monkeypatch.setattr("drivetrain.checkpoint.files.PIECE", 1000)
     value = torch.randn(1003)
-    write_tensors(tmp_path, "x.safetensors", {"x": value})
+    write_file(tmp_path, "x.safetensors", safetensors_pieces({"x": value}))
     assert torch.equal(load_file(tmp_path / "x.safetensors")["x"], value)
 
 
 def test_size_and_hash_are_those_of_the_file(tmp_path):
     for entry in (
-        write_bytes(tmp_path, "a", b"hello"),
-        write_tensors(tmp_path, "b", {"x": torch.randn(100)}, {"note": "å"}),
+        write_file(tmp_path, "a", [b"hello"]),
+        write_file(tmp_path, "b", safetensors_pieces({"x": torch.randn(100)}, {"note": "å"})),
     ):
         data = (tmp_path / entry.path).read_bytes()
         assert entry.size == len(data) and entry.sha256 == hashlib.sha256(data).hexdigest()
@@ -63,12 +63,12 @@ def test_size_and_hash_are_those_of_the_file(tmp_path):
 
 
 def test_an_existing_file_is_never_written_over(tmp_path):
-    write_bytes(tmp_path, "a", b"1")
+    write_file(tmp_path, "a", [b"1"])
     with pytest.raises(FileExistsError):
-        write_bytes(tmp_path, "a", b"2")
+        write_file(tmp_path, "a", [b"2"])
 
 
 def test_replacing_a_text_leaves_no_other_file(tmp_path):
-    replace_text(tmp_path / "last", "one\n")
-    replace_text(tmp_path / "last", "two\n")
+    replace_file(tmp_path / "last", [b"one\n"])
+    replace_file(tmp_path / "last", [b"two\n"])
     assert [path.name for path in tmp_path.iterdir()] == ["last"] and (tmp_path / "last").read_text() == "two\n"

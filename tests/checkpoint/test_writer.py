@@ -13,11 +13,11 @@ import torch
 
 from drivetrain.checkpoint import files, writer
 from drivetrain.checkpoint.chaos import full_disk
-from drivetrain.checkpoint.files import lock_path
 from drivetrain.checkpoint.layout import Best, problem_with, read_pointer
 from drivetrain.checkpoint.reader import CheckpointReader
 from drivetrain.checkpoint.snapshot import take_snapshot
 from drivetrain.checkpoint.writer import WriteFailedError, known_checkpoints, sweep, write_checkpoint
+from drivetrain.core.files import lock_path
 
 
 def save(directory: Path, id, value: float, **kwargs) -> Path:

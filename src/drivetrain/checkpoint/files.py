@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,29 +34,8 @@ def put(stream: BinaryIO, piece: bytes | memoryview) -> None:
     stream.write(piece)
 
 
-def write_bytes(folder: Path, name: str, data: bytes) -> FileEntry:
-    """Write a small file."""
-    return _write(folder, name, iter([data]))
-
-
-def write_tensors(
-    folder: Path, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
-) -> FileEntry:
-    """Write a safetensors file. Tensors on a device are copied one at a time."""
-    return _write(folder, name, safetensors_pieces(tensors, metadata))
-
-
-def replace_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Replace a safetensors file atomically."""
-    _replace(path, safetensors_pieces(tensors, metadata))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace a small text file atomically: readers see the old text or the new one."""
-    _replace(path, iter([text.encode()]))
-
-
-def _replace(path: Path, pieces: Iterator[bytes | memoryview]) -> None:
+def replace_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """Replace a file atomically: readers see the old content or the new one."""
     with replacing(path) as stream:
         for piece in pieces:
             put(stream, piece)
@@ -66,7 +45,7 @@ def _replace(path: Path, pieces: Iterator[bytes | memoryview]) -> None:
 def safetensors_pieces(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a safetensors file."""
+    """Yield the bytes of a safetensors file. Tensors on a device are copied one at a time."""
     # Wide types first: every tensor then lies at a multiple of its own item size.
     order = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -86,7 +65,8 @@ def safetensors_pieces(
                 yield data[begin : begin + PIECE]
 
 
-def _write(folder: Path, name: str, pieces: Iterator[bytes | memoryview]) -> FileEntry:
+def write_file(folder: Path, name: str, pieces: Iterable[bytes | memoryview]) -> FileEntry:
+    """Write a new file and return its entry for the manifest."""
     digest, size = hashlib.sha256(), 0
     with open(folder / name, "xb") as stream:
         for piece in pieces:
@@ -133,31 +113,6 @@ def _rename_with_flags() -> Callable[[int, bytes, int, bytes, int], int] | None:
     return rename
 
 
-def lock_path(path: Path) -> int | None:
-    """Lock a file or folder until the returned descriptor is closed or the process ends; None if nothing can be locked.
-
-    Raises `BlockingIOError` when a living process holds the lock.
-    """
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return None
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):  # gone; a link, FIFO or socket, which is not ours
-            return None
-        raise
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return descriptor
-    except OSError as error:
-        os.close(descriptor)
-        if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.EBADF):  # network file systems without locks
-            return None
-        raise
-
-
 # ---------------------------------------------------------------------- weights for other programs
 # The names are those of the user's own modules and the layout is the one the Hugging Face libraries write and read:
 # `model.safetensors`, or `model-00001-of-00003.safetensors` and so on next to `model.safetensors.index.json`. Tied tensors are stored
@@ -197,16 +152,17 @@ def export_safetensors(
 def _write_weights(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str], split_above: int) -> Path:
     parts = list(_split(tensors, split_above))
     if len(parts) == 1:
-        replace_tensors(file, tensors, metadata)
+        replace_file(file, safetensors_pieces(tensors, metadata))
         return file
     weight_map: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
         name = f"{file.stem}-{number:05d}-of-{len(parts):05d}.safetensors"
-        replace_tensors(file.with_name(name), part, metadata)
+        replace_file(file.with_name(name), safetensors_pieces(part, metadata))
         weight_map |= dict.fromkeys(part, name)
     index = file.with_name(f"{file.name}.index.json")
     total = sum(tensor.nbytes for tensor in tensors.values())
-    replace_text(index, json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+    replace_file(index, [text.encode()])
     return index
 
 

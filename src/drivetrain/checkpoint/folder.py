@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from drivetrain.checkpoint.exchange import RankExchange, control_exchange
-from drivetrain.checkpoint.files import replace_text
+from drivetrain.checkpoint.files import replace_file
 from drivetrain.checkpoint.layout import checkpoint_folders
 from drivetrain.checkpoint.writer import WriteFailedError
 from drivetrain.core.errors import CheckpointsExistError, FolderInUseError, warn
@@ -29,7 +29,7 @@ def prepare_folder(directory: Path, *, fresh: bool) -> FolderLock:
     def test() -> tuple[str, list[str]]:
         directory.mkdir(parents=True, exist_ok=True)
         probe = directory / f"{TEMPORARY}probe"
-        replace_text(probe, "")
+        replace_file(probe, [])
         probe.unlink(missing_ok=True)
         if not lock.acquire():
             return str(lock.holder), []

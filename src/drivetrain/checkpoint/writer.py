@@ -23,17 +23,10 @@ from torch import Tensor
 
 from drivetrain.checkpoint import layout
 from drivetrain.checkpoint.exchange import Failure, RankExchange
-from drivetrain.checkpoint.files import (
-    exchange_names,
-    flush_folder,
-    lock_path,
-    replace_text,
-    write_bytes,
-    write_tensors,
-)
+from drivetrain.checkpoint.files import exchange_names, flush_folder, replace_file, safetensors_pieces, write_file
 from drivetrain.checkpoint.layout import Best, FileEntry, Manifest
 from drivetrain.core.errors import CheckpointError
-from drivetrain.core.files import TEMPORARY
+from drivetrain.core.files import TEMPORARY, lock_path, locked_aside
 from drivetrain.core.types import StateDict
 
 logger = logging.getLogger(__name__)
@@ -123,14 +116,8 @@ def _locked_temporary(directory: Path, name: str, exchange: RankExchange, failed
         nonlocal lock
         directory.mkdir(parents=True, exist_ok=True)
         sweep(directory)
-        while True:
-            path = directory / f"{TEMPORARY}{name}-{secrets.token_hex(4)}"
-            path.mkdir()
-            lock = lock_path(path)
-            if path.exists():  # a sweep elsewhere may have come between the two lines above
-                return path.name
-            if lock is not None:
-                os.close(lock)
+        path, lock = locked_aside(directory / name, Path.mkdir)
+        return path.name
 
     temporary = directory / exchange.first(make, failed)
     try:
@@ -154,10 +141,8 @@ def sweep(directory: Path) -> None:
     for path in directory.glob(f"{layout.REMOVED}*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in directory.glob(f"{TEMPORARY}*"):
-        with suppress(OSError):  # a living writer holds it, or another user
+        with suppress(OSError):  # a living writer or another user holds it; without locks nobody knows, so it stays
             lock = lock_path(path)
-            if lock is None:
-                continue  # no locks here: a living writer cannot be distinguished from a dead one, so nothing is taken away
             try:
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
@@ -179,15 +164,17 @@ def _write_parts(temporary: Path, snapshot: Snapshot, rank: int) -> list[FileEnt
     if snapshot.write_side_file is not None:
         snapshot.write_side_file()
     if rank == 0 or snapshot.is_own:
-        files.append(write_bytes(temporary, layout.own_file(layout.STATE, rank), snapshot.state))
+        files.append(write_file(temporary, layout.own_file(layout.STATE, rank), [snapshot.state]))
         if snapshot.tensors:
-            files.append(write_tensors(temporary, layout.own_file(layout.TENSORS, rank), snapshot.tensors))
+            name = layout.own_file(layout.TENSORS, rank)
+            files.append(write_file(temporary, name, safetensors_pieces(snapshot.tensors)))
     if snapshot.shards:
         (temporary / layout.SHARDS).mkdir(exist_ok=True)
         name = f"{layout.SHARDS}/rank-{rank:05d}.safetensors"
-        files.append(write_tensors(temporary, name, snapshot.shards, snapshot.shard_metadata))
+        files.append(write_file(temporary, name, safetensors_pieces(snapshot.shards, snapshot.shard_metadata)))
     if snapshot.local_metadata:
-        files.append(write_tensors(temporary, layout.rank_file(rank), snapshot.local_tensors, snapshot.local_metadata))
+        pieces = safetensors_pieces(snapshot.local_tensors, snapshot.local_metadata)
+        files.append(write_file(temporary, layout.rank_file(rank), pieces))
     return files
 
 
@@ -211,14 +198,14 @@ def _commit(
     )
     if (temporary / layout.SHARDS).is_dir():
         flush_folder(temporary / layout.SHARDS)
-    write_bytes(temporary, layout.MANIFEST, manifest.to_json())
+    write_file(temporary, layout.MANIFEST, [manifest.to_json()])
     flush_folder(temporary)
     _rename_in(temporary, directory / name)
     flush_folder(directory)
     try:
-        replace_text(directory / layout.LAST, f"{name}\n")
+        replace_file(directory / layout.LAST, [f"{name}\n".encode()])
         if best is not None and (leader := layout.best_checkpoint(known_checkpoints(directory), best)) is not None:
-            replace_text(directory / layout.BEST, f"{leader.name}\n")
+            replace_file(directory / layout.BEST, [f"{leader.name}\n".encode()])
     except OSError as error:  # the checkpoint is whole and will be found by its sequence
         logger.warning("%s is saved, but its pointer files could not be updated: %s", name, error)
 

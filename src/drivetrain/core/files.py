@@ -12,8 +12,8 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -122,9 +122,9 @@ def replacing(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterato
     `durable` waits until the disk has the content. While the file is written it is locked, so that a process that removes
     leftovers can distinguish it from one.
     """
-    aside, stream, lock = _create_aside(path, mode)
+    aside, lock = locked_aside(path, lambda aside: aside.touch(mode, exist_ok=False))
     try:
-        with stream:
+        with open(aside, "wb") as stream:
             if is_regular(path) and hasattr(os, "fchmod"):
                 os.fchmod(stream.fileno(), stat.S_IMODE(os.lstat(path).st_mode))
             yield stream
@@ -155,19 +155,36 @@ def make_inner_folder(root: Path, folder: Path) -> None:
             raise OSError(errno.ELOOP, "it is a link, and files are not written through it", str(place))
 
 
-def _create_aside(path: Path, mode: int) -> tuple[Path, BinaryIO, int | None]:
+def locked_aside(path: Path, create: Callable[[Path], object]) -> tuple[Path, int | None]:
+    """Create a file or folder next to `path` under a temporary name, and lock it until the descriptor is closed or the process ends.
+
+    A process that removes leftovers recognizes it by the lock, which is None where the file system has no locks.
+    """
     while True:
-        aside = path.with_name(f"{TEMPORARY}{path.name[:60]}-{secrets.token_hex(8)}")
-        descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK | _BINARY, mode)
-        lock = None
-        if fcntl is not None:
-            with suppress(
-                OSError
-            ):  # a file system without locks, or a process that is removing leftovers at this moment
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                lock = os.dup(descriptor)  # a lock belongs to the open file, so it lasts until the rename
+        aside = path.with_name(f"{TEMPORARY}{path.name[:48]}-{secrets.token_hex(8)}")
+        create(aside)
+        try:
+            lock = lock_path(aside)
+        except (BlockingIOError, FileNotFoundError):  # such a process has come first
+            continue
+        except OSError:
+            return aside, None
         if aside.exists():
-            return aside, os.fdopen(descriptor, "wb"), lock
-        for held in (descriptor, lock):
-            if held is not None:
-                os.close(held)
+            return aside, lock
+        os.close(lock)
+
+
+def lock_path(path: Path) -> int:
+    """Lock a file or folder until the returned descriptor is closed or the process ends.
+
+    It is an `OSError` if a living process holds the lock (`BlockingIOError`), if nothing or a link is there, and without locks.
+    """
+    if fcntl is None:
+        raise OSError(errno.ENOTSUP, "this system has no such locks", str(path))
+    descriptor = os.open(path, os.O_RDONLY | _NO_LINK)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
