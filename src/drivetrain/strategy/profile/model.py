@@ -25,7 +25,6 @@ from drivetrain.core.types import Batch
 from drivetrain.module.blocks import find_blocks
 from drivetrain.module.checkpointing import checkpoint_blocks
 from drivetrain.module.probing import attributes_set
-from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.strategy.profile.fake_world import (
     Deadline,
     OutOfTime,
@@ -33,6 +32,7 @@ from drivetrain.strategy.profile.fake_world import (
     accelerator_rules,
     compiled_attention,
     fake_model,
+    left_as_it_was,
     prepared_inputs,
 )
 from drivetrain.strategy.profile.few_blocks import (
@@ -90,13 +90,10 @@ class ModelProfiler:
 
     def profile(self, parts: Collection[str] = (), *, time_limit: float | None = None) -> ModelProfile:
         """Return the profile with further parts: names of `PARTS`. Parts requested before are not tried again."""
-        before = capture_rng()
-        try:
-            with accelerator_rules(), _no_cycles_collected(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the user's code warns in the real run
-                return self._profile(parts, Deadline(time_limit))
-        finally:
-            restore_rng(before)
+        kept = left_as_it_was(self.task.model)
+        with kept, accelerator_rules(), _no_cycles_collected(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the user's code warns in the real run
+            return self._profile(parts, Deadline(time_limit))
 
     def _profile(self, parts: Collection[str], deadline: Deadline) -> ModelProfile:
         if self._modelled is not None:
@@ -152,7 +149,7 @@ class _FakeRuns:
                 self._tried.add(part)
                 self._find_out(part)
         optimizer = self.optimizer_bytes, self.optimizer_temporaries
-        return self.found.profile(self.model, self.groups, self.inputs, *optimizer)
+        return self.found.profile(self.task, self.model, self.groups, self.inputs, *optimizer)
 
     def _find_out(self, part: str) -> None:
         """Make the runs of one part, where there is time for it."""
