@@ -1,7 +1,10 @@
-"""Containers in general: the items of dicts, lists, tuples, namedtuples and dataclasses, and new ones of the same type."""
+"""Containers in general: the items of dicts, lists, tuples, namedtuples and dataclasses, and new ones of the same type.
+
+Also attributes and environment variables that have other values inside a block."""
 
 import copy
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -49,6 +52,20 @@ def with_attributes(owner: object, *kept: str, **values: object) -> Iterator[Non
     finally:
         for name, value in before.items():
             setattr(owner, name, value)
+
+
+@contextmanager
+def with_environment(**values: str) -> Iterator[None]:
+    """Set environment variables inside the block; what it starts inherits them. Afterwards restore those before."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def same_tuple(like: tuple[object, ...], items: list[object]) -> Any:

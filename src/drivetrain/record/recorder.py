@@ -4,7 +4,6 @@ A call costs microseconds and never waits for the device: values stay there, in 
 (`buffer`, `stream`). Files are written by rank 0 alone, however many processes call it.
 """
 
-import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -17,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drivetrain.core.arguments import naming
 from drivetrain.core.errors import ConfigError, ConfigTypeError, ExperimentError, StateError, unknown_name
 from drivetrain.core.secret import masked
-from drivetrain.core.time import Time
+from drivetrain.core.time import TimeUnit, ensure_time
 from drivetrain.core.types import StateDict
 from drivetrain.record.buffer import count_values
 from drivetrain.record.images import check_figure, check_image, encode_figure
@@ -342,15 +342,11 @@ def _made_sinks(sinks: object) -> list[object]:
 
 
 def _seconds(flush_every: object) -> float:
-    if isinstance(flush_every, str | timedelta):
-        seconds = float(Time.from_timedelta(flush_every).value)
-    elif isinstance(flush_every, int | float) and not isinstance(flush_every, bool):
-        seconds = float(flush_every)
-    else:
-        raise ConfigTypeError(f"flush_every={flush_every!r} is not valid; expected a time such as '5s'.")
-    if not 0 <= seconds < math.inf:
+    with naming("flush_every", flush_every):
+        every = ensure_time(flush_every, TimeUnit.SECOND)  # type: ignore[arg-type]
+    if every.unit is not TimeUnit.SECOND or every.value < 0:
         raise ConfigError(f"flush_every={flush_every!r} is not valid; expected a time of at least 0, such as '5s'.")
-    return seconds
+    return float(every.value)
 
 
 def _claimed_folder(output_dir: str | Path | None) -> Path:

@@ -24,6 +24,7 @@ from functools import partialmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from drivetrain.core.containers import with_environment
 from drivetrain.core.errors import ConfigError, MissingExtra, unknown_name
 from drivetrain.core.files import make_inner_folder
 from drivetrain.core.types import Settings
@@ -377,16 +378,10 @@ def _experiment_id(client: "MlflowClient", name: str) -> str:
 @contextmanager
 def _folder_store_allowed() -> Iterator[None]:
     """Give MLflow the consent that it asks for before it uses a folder store, and take it back; a database is the user's to choose."""
-    name = "MLFLOW_ALLOW_FILE_STORE"
-    before = os.environ.get(name)
-    os.environ.setdefault(name, "true")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        if before is None:
-            del os.environ[name]
+    consent = os.environ.get("MLFLOW_ALLOW_FILE_STORE", "true")
+    with with_environment(MLFLOW_ALLOW_FILE_STORE=consent), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _key(tag: str) -> str:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.core.arguments import check_choice, check_count
+from drivetrain.core.containers import with_environment
 from drivetrain.core.errors import ConfigError, DistributedError
 from drivetrain.runtime.environment import in_launched_process
 from drivetrain.runtime.hangs import HANG_STATUS
@@ -97,7 +98,7 @@ def launch(
         if nnodes == 1:
             Path(folder, run_id).mkdir(mode=0o700)
             store = {STORE_VARIABLE: str(Path(folder, run_id))}  # where workers meet
-            stack.enter_context(_environment(**store, **loopback_variables()))
+            stack.enter_context(with_environment(**store, **loopback_variables()))
             register_one_machine()
             handler = OneMachine(run_id, master_port or 0)
             stack.callback(handler.shutdown)
@@ -154,7 +155,7 @@ def notebook_launcher(
         raise ConfigError(f"use_port: {use_port!r} is not a port number, such as '29500'.")
     port = int(use_port)
     wanted: int | Literal["auto"] = "auto" if num_processes is None else num_processes
-    with _environment(ACCELERATE_MIXED_PRECISION=mixed_precision):
+    with with_environment(ACCELERATE_MIXED_PRECISION=mixed_precision):
         if num_nodes == 1 and _num_workers(wanted) == 1:
             return [function(*args)]
         return launch(
@@ -171,7 +172,7 @@ def notebook_launcher(
 
 def _num_workers(nproc_per_node: int | str) -> int:
     if nproc_per_node == "auto":
-        with _environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):  # counting must not start CUDA, or forking is over
+        with with_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):  # counting must not start CUDA, or forking is over
             return max(1, torch.accelerator.device_count())
     return check_count("nproc_per_node", nproc_per_node, hint=", or 'auto' for one per accelerator")
 
@@ -238,7 +239,7 @@ def _restored_process_state() -> Iterator[None]:
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         SHUTDOWN_VARIABLE: os.environ.get(SHUTDOWN_VARIABLE, str(SHUTDOWN_SECONDS)),
     }
-    with _environment(**agent_variables, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+    with with_environment(**agent_variables, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
         try:
             for logger in loggers:
                 logger.setLevel(logging.CRITICAL)
@@ -249,18 +250,3 @@ def _restored_process_state() -> Iterator[None]:
             if threading.current_thread() is threading.main_thread():
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
-
-
-@contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    """Set variables for the time of a block; what it starts inherits them."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -105,8 +105,7 @@ def keep_to_loopback() -> None:
 
     gloo would listen on the address of the host name, NCCL on that of a network interface. Processes started later inherit the choice.
     """
-    for name, value in loopback_variables().items():
-        os.environ.setdefault(name, value)
+    os.environ.update(loopback_variables())
 
 
 def loopback_variables() -> dict[str, str]:
