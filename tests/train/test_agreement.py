@@ -225,3 +225,13 @@ def save_the_best_by_ones_own_metric(folder):
 def test_the_best_model_is_rank_0s_and_an_early_stop_any_ranks(world2, tmp_path):
     first, second = world2(save_the_best_by_ones_own_metric, str(tmp_path))
     assert first[:2] == second[:2] == (2, 2)  # rank 1's metric falls, and its early stop ends all
+
+
+def test_a_stop_at_the_end_of_an_epoch_takes_no_further_batch():
+    class Stop(TrainerCallback):
+        def on_train_epoch_end(self, trainer, **kwargs):
+            trainer.state.stop_training()
+
+    trainer = make_trainer(callbacks=[Stop()])
+    train(trainer, num_epochs=3, eval_dataset=make_data(8))
+    assert trainer.state.clock.batch == 3 and len(trainer.run_history.get_metric_values("eval_loss_epoch")) == 1

@@ -99,7 +99,9 @@ class Agreement:
         self.is_reached = False  # whether all ranks stop at the same position
 
     def own_request(self) -> int:
-        """Return this rank's request: the number of a signal, `STOP`, or 0 to continue."""
+        """Return this rank's request: the number of a signal, `STOP`, or 0 to continue. On a single process, follow a new end."""
+        if self.vote is None and self._has_new_end():
+            self.limits.adopt([self._state.max_duration], self._state)
         return self.signals.requested or (STOP if self.stop is not None else 0)
 
     def request(self, yes: bool = False) -> int:
@@ -120,8 +122,6 @@ class Agreement:
     def after_batch(self) -> int:
         """Return the most urgent request of any rank at the start of the step that has ended, and start the next vote."""
         if self.vote is None:
-            if self._has_new_end():
-                self.limits.adopt([self._state.max_duration], self._state)
             return self.own_request()
         request = self.vote.close()
         self._follow()

@@ -274,7 +274,7 @@ class Trainer(TrainerLoop):
             scheduler_interval: `"step"` or `"epoch"`: when the scheduler is stepped.
             scheduler_metric: what `ReduceLROnPlateau` watches.
             checkpoint_dir: folder of the checkpoints; None saves none.
-            checkpoint_every: when to save, as a time; None only at the end.
+            checkpoint_every: when to save, as a time; None only on request, such as a signal.
             keep_checkpoints: how many of the newest to keep; None keeps all.
             async_checkpoint: write in the background.
             limit_train_batches: batches of an epoch, as a number or a fraction.
