@@ -53,10 +53,10 @@ def check_arguments(dataset: object, own: Settings, given: Settings) -> None:
             f"shuffle={own['shuffle']!r}: expected True or False. The second argument is shuffle; the batch size is a keyword: "
             f"batch_size={own['shuffle']!r}."
         )
-    for name, choices in (("rng", get_args(RngMode)), ("iterable", get_args(IterableMode)), ("resident", ("auto",))):
-        if own[name] not in choices and not (name == "resident" and isinstance(own[name], bool)):
-            choices = ("auto", "True", "False") if name == "resident" else choices
-            raise ParameterError(unknown_name("value", own[name], choices, where=name))
+    words = {"rng": get_args(RngMode), "iterable": get_args(IterableMode), "resident": ("auto", True, False)}
+    for name, choices in words.items():
+        if own[name] not in choices or type(own[name]) is int:
+            raise ParameterError(unknown_name("value", own[name], map(str, choices), where=name))
     if isinstance(own["random_seed"], bool) or not isinstance(own["random_seed"], Integral | None):
         raise ParameterError(
             f"random_seed={own['random_seed']!r}: expected a whole number, or None for the run's seed."

@@ -31,6 +31,8 @@ from drivetrain.runtime.seeds import derive_seed
 logger = logging.getLogger(__name__)
 
 IterableMode = Literal["filter", "sharded"]
+NO_STATE: StateDict = {"state": None, "ended": False}
+"""The place of a stream that reports none: it is read again."""
 IDLE = "idle"
 """The answer to a job that only passes the turn to the next worker."""
 
@@ -58,7 +60,7 @@ class StreamReader:
         self.collate: Callable[[Any], Batch] = collate or (default_collate if batched else default_convert)
         self.restores_generators = True
         self.iterator: Any = iter(())
-        self.steps: Iterator[tuple[object, ...]] = iter(())  # of a worker, for the iteration `token`
+        self.steps: Iterator[Any] = iter(())  # of a worker, for the iteration `token`
         self.token: int | None = None
 
     def open(self, start: StreamStart, state: Any, *lane: int) -> None:
@@ -120,81 +122,70 @@ class StreamReader:
                 return {"state": copy.deepcopy(part.state_dict()), "ended": False}
         return {"state": None, "ended": True} if ended else None
 
-
-class FilterReader(StreamReader):
-    """Yields this rank's part of every global batch of the stream."""
-
-    def batches(self, start: StreamStart, wanted: Callable[[int], bool] = lambda number: True) -> Pairs:
-        """Yield info and batch for each batch whose number since the start is `wanted`, and (info, None) for the others."""
-        position = start.position
-        saved = start.stream or {"state": None, "ended": False}
+    def read(self, start: StreamStart, saved: StateDict, position: int, size: int, *lane: int) -> Iterator[Any]:
+        """Yield what `step` makes of each `size` samples, from a saved place at `position` to the end of the stream."""
         if saved["ended"]:
             return
-        self.open(start, saved["state"])
+        self.open(start, saved["state"], *lane)
         if saved["state"] is None:
-            self.skip(position, start.share.whole)
-        for number in itertools.count():
+            self.skip(position, size)
+        while True:
             with self.seeded("stream", position):
-                step = self._next(position, start.share, wanted(number))
-            if step is None:
-                return
+                samples = self.take(position, size)
+                is_short = len(samples) < size
+                if not samples or (start.share.drop_last and is_short):
+                    return
+                step = self.step(position, samples, is_short)
             yield step
-            position = step[0].end
+            position += len(samples)
 
-    def _next(self, position: int, share: RankShare, wanted: bool) -> tuple[BatchInfo, Batch] | None:
-        samples = self.take(position, share.whole)
-        count, is_short = len(samples), len(samples) < share.whole
-        if not samples or (share.drop_last and is_short):
-            return None
+    def step(self, position: int, samples: list[object], is_short: bool) -> tuple[object, ...]:
+        """Return a batch of samples, and what belongs to it."""
+        raise NotImplementedError
+
+
+class FilterReader(StreamReader):
+    """Reads the whole stream and makes this rank's part of every global batch."""
+
+    number: int | None = None
+    """The batch since the start that is made, in a worker; the others are only read. None makes every batch."""
+    done = 0
+
+    def batches(self, start: StreamStart) -> Pairs:
+        """Yield the batches, each with its place; those that are not made are None."""
+        return self.read(start, start.stream or NO_STATE, start.position, start.share.whole)
+
+    def step(self, position: int, samples: list[object], is_short: bool) -> tuple[BatchInfo, Batch]:
+        share, count = self.start.share, len(samples)
         offset, size = share_of(count, share.rank, share.world)
         own = samples[offset : offset + size] or samples[-1:]
         index, first, pad, stream = position // share.whole, position + offset, int(size == 0), self.place(is_short)
         info = BatchInfo(self.start.epoch, index, first, size, count, pad, position + count, last=None, stream=stream)
-        return info, self.collated(own, first) if wanted else None
+        is_made = self.number in (None, self.done)
+        self.done += 1
+        return info, self.collated(own, first) if is_made else None
 
     def __call__(self, start: StreamStart, number: int) -> object:
         """Return the batch of a number to a worker's job, or None at the end of the stream."""
         if start.token != self.token:
-            self.token, self.read, self.number = start.token, 0, number
-            self.steps = self.batches(start, lambda index: index == self.number)
+            self.token, self.done, self.steps = start.token, 0, self.batches(start)
         self.number = number
-        for step in self.steps:
-            self.read += 1
-            if self.read > number:
-                return step
-        return None
+        return next((step for step in self.steps if self.done > number), None)
 
 
 class ShardedReader(StreamReader):
-    """Yields the batches of this rank's and worker's own stream."""
+    """Reads this rank's and worker's own stream."""
 
     def batches(self, start: StreamStart, worker: int) -> Iterator[tuple[int, Batch, StateDict]]:
         """Yield size, batch and place of each batch of the stream of one worker."""
-        size = start.share.batch_size
-        place: StateDict = {"samples": 0, "state": None, "ended": False}
+        saved = {"samples": 0, **NO_STATE}
         if start.stream is not None:
-            place = start.stream["workers"].get(worker, place)
-        if place["ended"]:
-            return
-        self.open(start, place["state"], start.share.rank, worker)
-        read = place["samples"]
-        if place["state"] is None:
-            self.skip(read, size)
-        while True:
-            with self.seeded("stream", read):
-                step = self._next(read, size, start.share.drop_last)
-            if step is None:
-                return
-            read = step[2]["samples"]
-            yield step
+            saved = start.stream["workers"].get(worker, saved)
+        return self.read(start, saved, saved["samples"], start.share.batch_size, start.share.rank, worker)
 
-    def _next(self, read: int, size: int, drop_last: bool) -> tuple[int, Batch, StateDict] | None:
-        samples = self.take(read, size)
-        if not samples or (drop_last and len(samples) < size):
-            return None
-        batch = self.collated(samples, read)
-        place = self.place(ended=len(samples) < size) or {"state": None, "ended": False}
-        return len(samples), batch, {"samples": read + len(samples), **place}
+    def step(self, position: int, samples: list[object], is_short: bool) -> tuple[int, Batch, StateDict]:
+        batch, place = self.collated(samples, position), self.place(is_short) or NO_STATE
+        return len(samples), batch, {"samples": position + len(samples), **place}
 
     def __call__(self, start: StreamStart, number: int) -> object:
         """Return the next batch to a worker's job, or None at the end of its stream."""
