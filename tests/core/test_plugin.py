@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from drivetrain.core.binding import check_plugin
+from drivetrain.core.errors import ConfigTypeError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Callback, Logger, NullLogger, Plugin, jsonable, plugin_name
 from drivetrain.core.time import Time
@@ -103,3 +105,13 @@ def test_the_null_logger_is_a_logger():
     logger.log_metrics({"a": 1})
     logger.log_hyperparameters({"a": 1})
     logger.log_images([], name="x")
+
+
+@pytest.mark.parametrize("events", [Event.BATCH_END, "batch_end"])
+def test_one_event_without_a_set_is_named_as_such(events):
+    class Alone(Smoothing):
+        pass
+
+    Alone.events = events
+    with pytest.raises(ConfigTypeError, match=r"Alone.events is .*frozenset\(\{Event.BATCH_END\}\)"):
+        check_plugin(Alone())

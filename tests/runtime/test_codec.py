@@ -248,3 +248,11 @@ def test_times_of_numpy_and_namedtuples_with_their_own_constructor_come_back(val
 def test_masked_array_is_rejected_because_its_mask_would_be_lost():
     with pytest.raises(StateError, match="MaskedArray"):
         pack({"seen": np.ma.array([1.0, 2.0], mask=[False, True])})
+
+
+def test_value_that_is_nested_too_deeply_is_rejected_by_name():
+    value: list = []
+    for _ in range(400):
+        value = [value]
+    with pytest.raises(StateError, match=r"deep\.0\.0.*levels deep"):
+        pack({"deep": value})

@@ -62,7 +62,11 @@ def check_plugin(plugin: object) -> None:
     if isinstance(plugin, type):
         raise ConfigTypeError(f"{plugin.__name__} is a class; pass an instance: {plugin.__name__}().")
     phase_of(plugin)
-    for event in getattr(plugin, "events", ()):
+    events = getattr(plugin, "events", ())
+    if isinstance(events, str):
+        one = f"frozenset({{Event.{events.upper()}}})"
+        raise ConfigTypeError(f"{plugin_name(plugin)}.events is {events!r}; expected a set of events: {one}.")
+    for event in events:
         if event not in _EVENT_NAMES:
             near = nearest_name(event, _EVENT_NAMES)
             hint = f" Did you mean Event.{near.upper()}?" if near else ""

@@ -33,7 +33,7 @@ from drivetrain.runtime import coders
 from drivetrain.runtime.coders import NOT_STATE, PLAIN, TAG, Content, class_name, tag_of, tagged
 
 DEPTH_LIMIT = 100
-"""Levels of nesting in the JSON form."""
+"""Levels of nesting."""
 
 _OWN_CLASSES: tuple[type, ...] = (Time, TimeUnit, Timestamp, Event)
 _LONGEST_DECIMAL = 2**10_000  # Python does not read decimals of more than 4,300 digits
@@ -73,7 +73,7 @@ class Packer:
     """One packing into the state form. It remembers which containers it is inside of, so that a cycle is an error and not a hang."""
 
     plain: ClassVar[frozenset[type]] = PLAIN
-    depth_limit: ClassVar[int] = sys.maxsize
+    error: ClassVar[type[DrivetrainError]] = StateError
 
     def __init__(self, special: Special | None, tensor: Callable[..., object]):
         self.special, self.tensor = special, tensor
@@ -83,8 +83,11 @@ class Packer:
         """Return one value, at one path, as plain data and tensors."""
         if type(value) in self.plain:
             return value
-        if id(value) in self._inside or len(self._inside) > self.depth_limit:
-            raise self._too_deep(value, path)
+        if id(value) in self._inside or len(self._inside) > DEPTH_LIMIT:
+            name = f"{path[:60] or 'the value'}: a {type(value).__name__}"
+            raise self.error(
+                f"{name} contains itself, or is nested more than {DEPTH_LIMIT} levels deep, and cannot be saved."
+            )
         self._inside.add(id(value))
         try:
             if (result := self.pack_special(value, path)) is not NotImplemented:
@@ -111,9 +114,6 @@ class Packer:
     def pairs(self, value: Mapping[object, object], path: str) -> list[object]:
         """Return the entries of a mapping as pairs, keys and values packed."""
         return [(self.pack(key, path), self.pack(item, join_path(path, key))) for key, item in value.items()]
-
-    def _too_deep(self, value: object, path: str) -> Exception:
-        return StateError(f"{path or 'the value'}: a {type(value).__name__} contains itself and cannot be saved.")
 
     def _pack_tensor(self, tensor: Tensor, path: str) -> object:
         return self.tensor(tensor)
@@ -148,7 +148,7 @@ class JsonPacker(Packer):
     """One packing of a value in state form into the JSON form. `tensor` stores a tensor, given its path too."""
 
     plain = frozenset({type(None), bool, str})
-    depth_limit = DEPTH_LIMIT
+    error = CheckpointError
 
     def items(self, values: Iterable[object], path: str) -> list[object]:
         """Return the items of a sequence, packed; whole numbers, such as the order of an epoch, are only tested together."""
@@ -165,9 +165,6 @@ class JsonPacker(Packer):
             [self.pack(key, join_path(path, "key")), self.pack(item, join_path(path, key))]
             for key, item in value.items()
         ]
-
-    def _too_deep(self, value: object, path: str) -> Exception:
-        return CheckpointError(f"{path[:60]}...: nested more than {DEPTH_LIMIT} levels deep, or containing itself.")
 
     def _pack_tensor(self, tensor: Tensor, path: str) -> object:
         return self.tensor(tensor, path)
@@ -198,7 +195,6 @@ class Unpacker:
     """One unpacking of the state form, with the classes the program has at hand."""
 
     error: ClassVar[type[DrivetrainError]] = StateError
-    depth_limit: ClassVar[int] = sys.maxsize
 
     def __init__(self, classes: Iterable[type] = (), tensor: Callable[[Tensor], Tensor] | None = None):
         self._tensor = tensor
@@ -210,8 +206,8 @@ class Unpacker:
         kind = type(packed)
         if kind in PLAIN or kind is bytes:  # other programs' files hold bytes as they are
             return packed
-        if self._depth > self.depth_limit:
-            raise self.error(f"{path[:60]}...: nested more than {self.depth_limit} levels deep")
+        if self._depth > DEPTH_LIMIT:
+            raise self.error(f"{path[:60]}...: nested more than {DEPTH_LIMIT} levels deep")
         self._depth += 1
         try:
             if kind is list:
@@ -291,7 +287,6 @@ class JsonUnpacker(Unpacker):
     """One unpacking of the JSON form into the state form: builtin containers and numbers, and what the caller has for further tags."""
 
     error = CheckpointError
-    depth_limit = DEPTH_LIMIT
 
     def __init__(self, given: Mapping[str, Callable[[StateDict], object]]):
         super().__init__()
