@@ -1,5 +1,6 @@
 """Names that stand for a value which is set later."""
 
+import copy
 import os
 import pickle
 from pathlib import Path
@@ -43,3 +44,14 @@ def test_a_proxy_behaves_like_its_value(tmp_path):
     mapping["b"] = 2
     assert mapping.get("b") == 2 and bool(mapping) and hash(path) == hash(tmp_path)
     assert type(pickle.loads(pickle.dumps(mapping))) is dict
+
+
+def test_a_copy_is_the_users_own_and_formats_and_keywords_reach_the_value():
+    number, mapping, function = NumberProxy("n"), Proxy("m"), Proxy("f")
+    bind(number, 3)
+    bind(mapping, {"a": [1]})
+    bind(function, lambda x, *, y: x + y)
+    own = copy.copy(mapping)
+    own["b"] = 2
+    assert "b" not in mapping and own["a"] is mapping["a"] and copy.deepcopy(mapping) == {"a": [1]}
+    assert f"{number:02d}" == "03" and function(1, y=2) == 3

@@ -292,3 +292,13 @@ def test_the_command_line_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--x", "3", "--output-dir", str(tmp_path)])
     assert draw.cli()["x"] == 3
     assert only_run(tmp_path).manifest["argv"] == sys.argv and only_run(tmp_path).origins["x"] == "cli"
+
+
+def test_ctrl_c_while_a_run_ends_is_written_down(tmp_path, hooks):
+    def interrupt(error):
+        raise KeyboardInterrupt
+
+    hooks.on_after_experiment(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        draw.run(output_dir=str(tmp_path))
+    assert only_run(tmp_path).state == "interrupted" and current_run() is None

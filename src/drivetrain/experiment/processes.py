@@ -171,7 +171,12 @@ def end_subprocesses() -> None:
     for seconds, act in ((WAIT_SECONDS, "terminate"), (END_SECONDS, "kill"), (END_SECONDS, "")):
         deadline = time.monotonic() + seconds
         while processes and (left := deadline - time.monotonic()) > 0:
-            wait([process.sentinel for process in processes], timeout=left)
+            try:
+                wait([process.sentinel for process in processes], timeout=left)
+            except KeyboardInterrupt:  # nobody wants to wait any longer
+                for process in processes:
+                    process.terminate()
+                raise
             processes = [process for process in processes if process.is_alive()]
         for process in processes if act else []:
             getattr(process, act)()

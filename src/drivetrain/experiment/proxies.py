@@ -3,6 +3,7 @@
 Each is bound to its value when a run starts and keeps it after the run has ended. Before the first run any use is an error.
 """
 
+import copy
 import operator
 import os
 from typing import Any
@@ -41,6 +42,15 @@ class Proxy:
         value = object.__getattribute__(self, "_value")
         name = object.__getattribute__(self, "_name")
         return f"<{name}: no experiment has been started>" if value is _UNBOUND else repr(value)
+
+    def __format__(self, spec: str) -> str:
+        return format(target(self), spec)
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        return target(self)(*args, **kwargs)
+
+    def __copy__(self) -> Any:
+        return copy.copy(target(self))
 
     def __reduce_ex__(self, protocol: object) -> Any:
         return _itself, (target(self),)
@@ -99,7 +109,6 @@ for _name in "add sub mul truediv floordiv mod pow and or xor".split():
     _operation = getattr(operator, f"__{_name}__")
     _forward(f"__{_name}__", _operation)
     _forward(f"__r{_name}__", lambda value, other, operation=_operation: operation(other, value))
-_forward("__call__", lambda value, *args: value(*args))
 
 current_experiment = Proxy("current_experiment")
 params = Proxy("params")

@@ -332,7 +332,7 @@ def _live(experiment: "Experiment", run: ExperimentRun) -> Ending:
         ending.result = experiment.signature.call(run.params, run.origins)
     except BaseException as error:
         ending = _ending_of(error, run)
-    problems = [run.end()]
+    problems: list[BaseException | None] = [run.end()]
     endings: list[Callable[[], object]] = [
         getattr(run.recorder, "close", lambda: None),
         lambda: app.after_experiment(ending.error),
@@ -342,7 +342,7 @@ def _live(experiment: "Experiment", run: ExperimentRun) -> Ending:
     for act in endings:
         try:
             act()
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             problems.append(error)
     first = next((entry for entry in problems if entry is not None), None)
     if first is not None and ending.error is None:
@@ -414,8 +414,10 @@ def launch_subprocess(**additional_params: object) -> BaseProcess:
     resolved = Resolved(dict(run.params), dict(run.origins), run.secrets, run.public)
     own = {"subprocess": str(proxies.target(proxies.params_file)), "local_rank": number}
     for name, given in given_in_python(additional_params | own, experiment.parameters).items():
-        resolved.values[name] = experiment.parameters[name].read(given.value, is_text=False, where="launch_subprocess")
-        resolved.origins[name] = "run"
+        if given.value is not None:
+            parameter = experiment.parameters[name]
+            resolved.values[name] = parameter.read(given.value, is_text=False, where="launch_subprocess")
+            resolved.origins[name] = "run"
     process = processes.start_process(_run_resolved, processes.reference_to(experiment), resolved, ends_with_run=True)
     proxies.bind(proxies.subprocess_counter, number)
     return process
