@@ -418,3 +418,18 @@ def test_folder_may_be_called_like_a_checkpoint(tmp_path):
     with Checkpointer(make_context(), dir=folder, signals=False) as keeper:
         keeper.save("first")
         assert keeper.restore().id == "first"
+
+
+def test_what_cannot_take_its_state_back_is_rejected_before_it_is_saved(tmp_path):
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    with pytest.raises(ConfigError, match=r"has no load_state_dict\(state, strict\)"):
+        Checkpointer(optimizer, dir=tmp_path)
+
+
+def test_bare_module_is_tested_for_finite_weights_too(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    with Checkpointer(model, dir=tmp_path, signals=False) as keeper:
+        keeper.save(1)
+        model.weight.data[0, 0] = float("nan")
+        with pytest.raises(NonFiniteStateError, match="weight"):
+            keeper.save(2)

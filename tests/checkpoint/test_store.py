@@ -8,7 +8,7 @@ import torch
 
 from drivetrain.checkpoint.layout import read_manifest
 from drivetrain.checkpoint.store import load_checkpoint, save_checkpoint
-from drivetrain.core.errors import CheckpointError, ConfigError
+from drivetrain.core.errors import CheckpointError, ConfigError, DeviceError
 from drivetrain.runtime.run import Run, set_current_run
 from tests.checkpoint.training import assert_same_state, make_context, train
 
@@ -95,3 +95,23 @@ def test_versions_of_modules_in_a_bare_state_dict_are_kept(tmp_path):
     state = torch.nn.BatchNorm1d(2).state_dict()
     save_checkpoint(state, 1, path=tmp_path)
     assert load_checkpoint(tmp_path)._metadata == state._metadata
+
+
+@pytest.mark.parametrize("length", [188, 189, 190, 200])
+def test_checkpoint_with_a_long_id_is_found_again(tmp_path, length):
+    save_checkpoint({"n": 1}, "x" * length, path=tmp_path)
+    assert (
+        load_checkpoint(tmp_path)["n"] == 1 and (tmp_path / "last").read_text().strip() == f"checkpoint-{'x' * length}"
+    )
+
+
+@pytest.mark.parametrize("device", ["cuda:7", "gpuu", {"cuda:0": "cpu"}])
+def test_wrong_device_is_not_the_fault_of_the_checkpoint(tmp_path, device):
+    save_checkpoint({"x": torch.ones(1)}, 1, path=tmp_path)
+    with pytest.raises(DeviceError):
+        load_checkpoint(tmp_path, map_location=device)
+
+
+def test_only_dicts_and_objects_with_a_state_are_saved(tmp_path):
+    with pytest.raises(ConfigError, match="a list cannot be saved"):
+        save_checkpoint([1], 1, path=tmp_path)

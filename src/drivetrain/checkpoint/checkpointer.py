@@ -10,6 +10,7 @@ It decides when to save, in which thread, what a failure means and which checkpo
 writing it and reading it are in files of their own. All its methods are called on every rank.
 """
 
+import inspect
 import logging
 import time
 import weakref
@@ -17,6 +18,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
+
+from torch.nn import Module
 
 from drivetrain.checkpoint import layout
 from drivetrain.checkpoint.exchange import RankExchange, background_exchange, control_exchange
@@ -100,12 +103,14 @@ class Checkpointer:
         *,
         signals: bool = True,
     ):
-        for method in ("state_dict", "load_state_dict"):
-            if not callable(getattr(ctx, method, None)):
+        for method, call in {"state_dict": {}, "load_state_dict": {"strict": True}}.items():
+            try:
+                inspect.signature(getattr(ctx, method)).bind(*[{}] * len(call), **call)
+            except (AttributeError, TypeError):
                 raise ConfigError(
-                    f"Checkpointer: a {type(ctx).__name__} has no {method}(). Give a Context; for a plain dict use "
-                    "save_checkpoint(state, id)."
-                )
+                    f"Checkpointer: a {type(ctx).__name__} has no {method}({'state, strict' if call else ''}). Give a Context; for a "
+                    "plain dict use save_checkpoint(state, id)."
+                ) from None
         if keep is not None:
             check_count("keep", keep, hint=", or None to keep all")
         if async_save not in (True, False, "auto"):
@@ -200,7 +205,8 @@ class Checkpointer:
 
     def _check_finite(self, path: Path, exchange: RankExchange) -> None:
         """Raise on all ranks if the state of any of them is not finite."""
-        found = exchange.gather(nonfinite_state(dict(vars(self.ctx))))
+        items = {"model": self.ctx} if isinstance(self.ctx, Module) else getattr(self.ctx, "__dict__", {})
+        found = exchange.gather(nonfinite_state(dict(items)))
         names = list(dict.fromkeys(name for of_rank in found for name in of_rank))
         if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

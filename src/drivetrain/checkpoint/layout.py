@@ -239,7 +239,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _names_checkpoint(name: str) -> bool:
-    return name.startswith(PREFIX) and _PLAIN_NAME.fullmatch(name) is not None
+    return name.startswith(PREFIX) and _PLAIN_NAME.fullmatch(name.removeprefix(PREFIX)) is not None
 
 
 def read_pointer(directory: Path, pointer: str) -> Path | None:

@@ -67,7 +67,7 @@ class CheckpointReader:
     verify: Verify = "full"
     exchange: RankExchange = field(default_factory=RankExchange)
     """The ranks that read together and must all take the same checkpoint."""
-    map_location: object = "cpu"
+    map_location: Any = "cpu"
     live: LiveState | None = None
     """Where the layouts of sharded tensors come from; None: they are read whole."""
     merges: Mapping[str, Merge] = field(default_factory=dict)
@@ -200,7 +200,8 @@ class CheckpointReader:
         from drivetrain.checkpoint.sharded import find_layouts, read_parts
 
         layouts = {} if self.live is None else find_layouts(names, structure, self.live())
-        return read_parts(folder / layout.SHARDS, sorted(names), layouts)
+        parts = read_parts(folder / layout.SHARDS, sorted(names), layouts)
+        return parts if self.live is not None else {name: part.to(self.map_location) for name, part in parts.items()}
 
     def _rank_state(self, folder: Path, manifest: Manifest) -> RankState:
         wanted = {layout.rank_file(rank) for rank in range(min(manifest.world_size, len(manifest.files) + 1))}

@@ -21,9 +21,10 @@ from drivetrain.checkpoint.reader import (
 )
 from drivetrain.checkpoint.snapshot import take_snapshot
 from drivetrain.checkpoint.writer import write_checkpoint
-from drivetrain.core.errors import CheckpointError
+from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.types import StateDict
 from drivetrain.runtime.codec import unpack
+from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.run import current_run
 
 
@@ -45,6 +46,8 @@ def save_checkpoint(
     >>> save_checkpoint({"epoch": 3}, "first", path=tempfile.mkdtemp()).name
     'checkpoint-first'
     """
+    if not isinstance(state_dict, Mapping) and not hasattr(state_dict, "state_dict"):
+        raise ConfigError(f"save_checkpoint: a {type(state_dict).__name__} cannot be saved. Give a dict or a Context.")
     directory = checkpoint_directory(path)
     name = layout.checkpoint_name(id)
     exchange = control_exchange()
@@ -84,7 +87,8 @@ def load_checkpoint(path: str | Path, *, map_location: object = "cpu", verify: s
     place = find()
     if place.kind == "file":
         return read_file(place.path, map_location)
-    return state_of(CheckpointReader(verify=mode, map_location=map_location).read_at(find))
+    device = choose_device(map_location or "cpu")  # type: ignore[arg-type]
+    return state_of(CheckpointReader(verify=mode, map_location=device).read_at(find))
 
 
 def state_of(loaded: Loaded) -> Any:
