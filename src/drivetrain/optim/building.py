@@ -107,13 +107,15 @@ def find_optimizer(optim_type: object) -> OptimizerMaker:
     """Return the optimizer class of a name (torch.optim, then drivetrain.optim, then a dotted path), or the maker given."""
     found: Any = optim_type
     if isinstance(optim_type, str):
-        found = getattr(torch.optim, optim_type, None)
-        if found is None:
-            found = getattr(importlib.import_module("drivetrain.optim"), optim_type, None)
+        packages = (torch.optim, importlib.import_module("drivetrain.optim"))
+        found = next((getattr(package, optim_type) for package in packages if hasattr(package, optim_type)), None)
         if found is None and "." in optim_type:
             found = import_dotted(optim_type, "optim_type")
         if found is None:
-            names = optimizer_names()
+            named = {
+                name: getattr(package, name) for package in packages for name in dir(package) if name[:1].isupper()
+            }
+            names = [name for name, value in named.items() if _is_subclass(value, Optimizer)]
             raise ConfigError(
                 f"optim_type={optim_type!r}: no optimizer has this name.{did_you_mean(optim_type, names)} Valid: {', '.join(names)}, or a "
                 "dotted path."
@@ -124,11 +126,20 @@ def find_optimizer(optim_type: object) -> OptimizerMaker:
         )
     if isinstance(optim_type, str | type):
         name = optim_type if isinstance(optim_type, str) else optim_type.__name__
-        if not isinstance(found, type) or not issubclass(found, Optimizer) or found is Optimizer:
-            what = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
-            raise ConfigError(f"optim_type={name!r} is {what}; expected a subclass of torch.optim.Optimizer.")
+        check_class(found, Optimizer, f"optim_type={name!r}", "torch.optim.Optimizer")
         _check_no_closure(found, name)
     return found
+
+
+def check_class(value: object, base: type, given: str, wanted: str) -> None:
+    """Reject what is not a subclass of `base`."""
+    if not _is_subclass(value, base):
+        what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+        raise ConfigError(f"{given} is {what}; expected a subclass of {wanted}.")
+
+
+def _is_subclass(value: object, base: type) -> bool:
+    return isinstance(value, type) and issubclass(value, base) and value is not base
 
 
 def build_optimizer(
@@ -181,17 +192,6 @@ def check_groups(groups: object) -> list[Settings]:
             )
         as_list("param_groups.match", group["match"])
     return [dict(group) for group in groups]
-
-
-def optimizer_names() -> list[str]:
-    """Return the names of torch's optimizers and of ours, for messages."""
-    packages = (torch.optim, importlib.import_module("drivetrain.optim"))
-    values = {name: getattr(package, name) for package in packages for name in dir(package) if name[:1].isupper()}
-    return [
-        name
-        for name, value in values.items()
-        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
-    ]
 
 
 def import_dotted(path: str, where: str) -> Any:

@@ -18,7 +18,7 @@ from drivetrain.core.errors import ConfigError, did_you_mean, nearest_name
 from drivetrain.core.time import Time
 from drivetrain.core.types import StateDict
 from drivetrain.core.yaml import YamlFile, dump_yaml
-from drivetrain.optim.building import SHARED, check_shared, import_dotted, keywords_of
+from drivetrain.optim.building import SHARED, check_class, check_shared, import_dotted, keywords_of
 from drivetrain.optim.scheduler import GENERAL, OptimScheduler
 from drivetrain.optim.units import SCHEDULES
 
@@ -47,9 +47,7 @@ def resolve_type(query: str) -> type[OptimScheduler]:
         valid = ", ".join(f"{known}.{next(iter(classes))}" for known, classes in SCHEDULES.items())
         raise ConfigError(f"type={query!r}: no schedule has this name.{hint} Valid: {valid}, or a dotted path.")
     value = import_dotted(query, "type")
-    if not isinstance(value, type) or not issubclass(value, OptimScheduler):
-        what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-        raise ConfigError(f"type={query!r} is {what}; expected a subclass of OptimScheduler.")
+    check_class(value, OptimScheduler, f"type={query!r}", "OptimScheduler")
     return value
 
 
@@ -176,8 +174,7 @@ class _ConfigReader:
                 "pass accum_grad, ft_factor and grad_clip of this one: OptimSet.from_yaml(path, model, accum_grad=...)."
             )
         looked_in = f" at the top or in {_SECTION!r}" if isinstance(section, Mapping) else ""
-        near = nearest_name(_KEY, [*cfg, *(section if isinstance(section, Mapping) else ())])
-        hint = f" Did you mean {near!r}?" if near else ""
+        hint = did_you_mean(_KEY, [*cfg, *(section if isinstance(section, Mapping) else ())])
         return f"{self.where()}: there is no {_KEY!r}{looked_in}.{hint}"
 
     def _check_keys(self, path: tuple[str, ...], given: Iterable[str], valid: list[str]) -> None:

@@ -110,8 +110,7 @@ class CurveLr(OptimScheduler):
             raise ConfigError(
                 f"min_lr={min_lr} and min_lr_ratio={self.min_lr_ratio} both set the lowest rate. Use one."
             )
-        if isinstance(min_lr, bool) or not isinstance(min_lr, (int, float)) or not 0 <= min_lr <= base:
-            raise ConfigError(f"min_lr={min_lr!r}: expected a rate from 0 to the configured {base}.")
+        check_number("min_lr", min_lr, at_least=0, at_most=base, hint=", the configured rate")
         self._floor = min_lr / base if base else 0.0
 
     def settle(self) -> None:

@@ -97,10 +97,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
     def __len__(self) -> int:
         return len(self._units)
 
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
+    __hash__, __eq__ = object.__hash__, object.__eq__  # a set is itself, not what it holds
 
     # ------------------------------------------------------------------ one batch
 

@@ -129,7 +129,6 @@ class OptimScheduler(ABC):
 
         given = zip(SHARED, (distributed, use_amp, accum_grad, ft_factor, grad_clip, grad_norm_type))
         self._given = {name: building.check_shared(name, v) for name, v in given if not isinstance(v, Default)}
-        self._shared: set[str] = set()
         self.distributed, self.use_amp, self.accum_grad, self.ft_factor, self.grad_clip, self.grad_norm_type = (
             self._given.get(name, default.value) for name, default in SHARED.items()
         )
@@ -380,14 +379,14 @@ class OptimScheduler(ABC):
                     f"unit {self.name!r}: accum_grad cannot change from {self.accum_grad} to {value} inside a window."
                 )
             setattr(self, name, value)
-            self._shared.add(name)
         self._settled = False
         self._make_stepper()
 
     @property
     def given_arguments(self) -> Settings:
         """The shared arguments that are set: given here, or shared by set or Trainer."""
-        return {name: getattr(self, name) for name in SHARED if name in self._given or name in self._shared}
+        values = {name: (getattr(self, name), default.value) for name, default in SHARED.items()}
+        return {name: value for name, (value, default) in values.items() if name in self._given or value != default}
 
     def _make_stepper(self) -> None:
         """Make the stepper for the parameters and the window's length; a window in progress is kept where it can be."""

@@ -5,6 +5,7 @@ Loshchilov and Hutter (2017, arXiv 1711.05101) decay by the schedule, not by the
 learning rate here. Steps are torch's own, with its foreach and fused kernels.
 """
 
+import inspect
 import math
 import warnings
 from typing import Any
@@ -18,7 +19,6 @@ from drivetrain.core.errors import DrivetrainWarning
 from drivetrain.optim.optimizers.stepping import (
     Closure,
     ParamGroup,
-    bare_step,
     check_betas,
     check_rates,
     evaluate,
@@ -52,7 +52,7 @@ class _ScheduledDecay(Optimizer):
         try:
             for group, decay in zip(self.param_groups, decays):
                 group["weight_decay"] = decay
-            bare_step(cls)(self)
+            inspect.unwrap(cls.step)(self)  # without the hooks around it, which our own step has run already
         finally:
             for group, decay in zip(self.param_groups, own):
                 group["weight_decay"] = decay

@@ -31,6 +31,7 @@ from drivetrain.optim.optimizers.stepping import (
     local_parts,
     shrink,
     state_of,
+    subtract,
     with_gradients,
     zeros_of,
 )
@@ -266,11 +267,7 @@ class MuonHybrid(Optimizer):
         shrink(weights, lr * group["weight_decay"])
         for weight, update, matrix, parameter in zip(weights, updates, matrices, parameters):
             rate = adjusted_rate(lr, (matrix.shape[0], matrix.shape[1]), group["adjust_lr"])
-            part = _own_part(update, parameter)
-            if isinstance(rate, Tensor):
-                weight.sub_(part * rate)
-            else:
-                weight.add_(part, alpha=-rate)
+            subtract([weight], [_own_part(update, parameter)], rate)
 
     def _step_recorded(self, group: ParamGroup, parameters: list[Tensor], ahead: list[Tensor]) -> None:
         """Do the rest of a step with one recorded graph."""
@@ -283,10 +280,7 @@ class MuonHybrid(Optimizer):
             graph = graphs[key] = GraphedDirections(ahead, parameters, *settings)
         directions, lr = graph(ahead), group["lr"]
         shrink(parameters, lr * group["weight_decay"])
-        if isinstance(lr, Tensor):
-            torch._foreach_sub_(parameters, torch._foreach_mul(directions, lr))
-        else:
-            torch._foreach_add_(parameters, directions, alpha=-lr)
+        subtract(parameters, directions, lr)
 
     def _step_adam(self, group: ParamGroup, parameters: list[Tensor]) -> None:
         fused = group["fused"]

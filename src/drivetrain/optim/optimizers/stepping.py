@@ -3,7 +3,6 @@
 Everything elementwise is done on the part of a tensor that this rank holds, so a sharded parameter costs no communication.
 """
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -79,11 +78,6 @@ def zeros_of(parameter: Tensor) -> Tensor:
 def copy_of(parameter: Tensor) -> Tensor:
     """Return a copy laid out like a parameter, sharded where it is."""
     return parameter.detach().clone(memory_format=torch.preserve_format)
-
-
-def bare_step(cls: type[Optimizer]) -> Callable[..., object]:
-    """Return a torch optimizer's own step without the hooks around it, for a subclass whose step has run them already."""
-    return inspect.unwrap(cls.step)
 
 
 def evaluate(closure: Closure) -> Any:
