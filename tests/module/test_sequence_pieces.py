@@ -121,7 +121,7 @@ def test_models_of_transformers_on_pieces_have_the_losses_and_gradients_of_the_p
 def test_what_stands_between_split_layers_is_found():
     model = TinyGPT()
     plan = find_pieces(model, expand_tp_plan(model, TENSOR_PLAN, 2), 2)
-    assert plan.blocks == {"blocks.0": (True, False), "blocks.1": (False, True)}
+    assert plan.blocks == {"blocks.0": False, "blocks.1": True}
     assert plan.norms == [f"blocks.{i}.norm{j}" for i in (0, 1) for j in (1, 2)]
     assert plan.closers == [f"blocks.{i}.{name}" for i in (0, 1) for name in ("attention.out", "down")]
     pytest.importorskip("transformers")

@@ -30,19 +30,6 @@ class AccumulationWindow:
     (False, True)
     """
 
-    __slots__ = (
-        "length",
-        "world",
-        "reference",
-        "count",
-        "opens",
-        "closes",
-        "items",
-        "everywhere",
-        "is_plain",
-        "is_sum",
-    )
-
     def __init__(self, length: int = 1, world: int = 1, reference: Count | None = None):
         self.length, self.world = length, world
         self.reference = reference

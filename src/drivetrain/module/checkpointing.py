@@ -23,7 +23,7 @@ from drivetrain.module.wrapping import GeneratedClass, add_mixin, written_class
 
 Mode = Literal["full", "selective", "offload"]
 # Keys and values remembered for generation. A second pass would append to them again, and training has no use for them.
-_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
+CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 
 
 class Checkpointed(GeneratedClass):
@@ -40,7 +40,7 @@ class Checkpointed(GeneratedClass):
             return run(*args, **kwargs)
         if norms := tracking_norms(self):  # type: ignore[arg-type]
             run = _CountedOnce(run, norms)
-        kwargs |= {name: None for name in _CACHE_ARGUMENTS if kwargs.get(name) is not None}
+        kwargs |= {name: None for name in CACHE_ARGUMENTS if kwargs.get(name) is not None}
         args = tuple(None if index in self._cache_positions else value for index, value in enumerate(args))
         inputs = (*args, *kwargs.values())
         # Where no input needs a gradient, the older mechanism would not compute those of the parameters either.
@@ -126,7 +126,7 @@ def checkpoint_blocks(
     for _, block in chosen:
         # The places of remembered keys and values among the positional arguments.
         names = list(inspect.signature(written_class(block).forward).parameters)[1:]
-        caches = tuple(index for index, name in enumerate(names) if name in _CACHE_ARGUMENTS)
+        caches = tuple(index for index, name in enumerate(names) if name in CACHE_ARGUMENTS)
         add_mixin(block, Checkpointed, _checkpoint_mode=mode, _checkpoint_reentrant=reentrant, _cache_positions=caches)
     return [name for name, _ in chosen]
 

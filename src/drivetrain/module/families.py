@@ -22,6 +22,7 @@ _PLAIN = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _NUMBERED = re.compile(r"^(.*?)(\d+)$")
 
 Named = tuple[str, nn.Module]
+_Call = tuple[list[Node], list[Node]]  # graph nodes into and out of a module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +144,7 @@ class FakeRun:
 
     def __init__(self, root: nn.Module, sample: object):
         self.root, self.sample = root, sample
-        self._calls: dict[nn.Module, tuple[list[Node], list[Node]]] | None = (
-            None  # graph nodes into and out of a module
-        )
+        self._calls: dict[nn.Module, _Call] | None = None
 
     def shows_chain(self, members: tuple[nn.Module, ...]) -> bool | None:
         """Return whether each member's input depends on the output of the previous one; None if the run does not show it."""
@@ -156,8 +155,8 @@ class FakeRun:
             return None
         return all(_reaches(into, set(out)) for (_, out), (into, _) in pairwise(calls))
 
-    def _run(self) -> dict[nn.Module, tuple[list[Node], list[Node]]]:
-        calls: dict[nn.Module, tuple[list[Node], list[Node]]] = {}
+    def _run(self) -> dict[nn.Module, _Call]:
+        calls: dict[nn.Module, _Call] = {}
 
         def record(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
             calls.setdefault(module, (_nodes((args, kwargs)), _nodes(output)))
@@ -170,9 +169,7 @@ class FakeRun:
                 hooks.enter_context(module.register_forward_hook(record, with_kwargs=True))
             try:
                 call_on_fake_tensors(self.root, args, kwargs, with_graph=True)
-            except (
-                Exception
-            ):  # shapes that depend on data, or code that fake tensors cannot follow: the structure decides
+            except Exception:  # as for shapes that depend on data: the structure decides
                 return {}
         return calls
 

@@ -160,7 +160,7 @@ class StepGuard:
         self._late = AsyncReadback()
         self._rejected: Tensor | bool = False
         self._optimizer: Any = None
-        self._is_exchanged = self._is_large = self._is_judged_elsewhere = self._is_quick = self._flagged = False
+        self._is_exchanged = self._is_large = self._is_judged_elsewhere = self._flagged = False
         self._found, self._unscaled = torch.zeros(()), torch.ones(())  # for the test on a CPU, made once
         self._statistics: list[Tensor] = []
         self._copies: deque[list[Tensor]] = deque(maxlen=3)
@@ -177,7 +177,6 @@ class StepGuard:
         self.has_statistics = bool(self._statistics)
         on_cpu = all(p.is_cpu for group in optimizer.param_groups for p in group["params"])
         self.is_immediate = on_cpu and not is_exchanged and not is_judged_elsewhere
-        self._is_quick = self.is_immediate and not self._is_large
 
     def open(self) -> None:
         """Save the running statistics, so that a skipped batch can be removed from them."""
@@ -210,30 +209,18 @@ class StepGuard:
 
         A fused optimizer on an accelerator always steps: it finds the flag on itself until `close`.
         """
-        # The rest of this method in few words, for models so small that calls count.
-        if self._is_quick and norm is None:
-            groups = self._optimizer.param_groups
-            gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-            try:
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._unscaled)
-                if not self._found.item() and self._rejected is False and (loss is None or math.isfinite(loss.item())):
-                    self.in_a_row = 0
-                    return True
-            except RuntimeError:  # sparse, complex, or none at all
-                self._is_quick = False
         if loss is not None and not math.isfinite(loss.item()):
-            self._found.zero_()
             return self._decide(NONFINITE + bool(self._rejected) * REJECTED)
         if self._is_judged_elsewhere:
             return not self._rejected or self._decide(REJECTED)  # a flag on the device is waited for
+        groups = self._optimizer.param_groups
         if norm is not None:
-            first, gradients = norm, [norm]
+            gradients = [norm]
         else:
-            groups = self._optimizer.param_groups
             gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
             if not gradients and not self._is_exchanged:
                 return True
-            first = gradients[0] if gradients else groups[0]["params"][0]
+        first = gradients[0] if gradients else groups[0]["params"][0]
         if first.is_cpu and not self._is_exchanged:
             bad = self._reads_nonfinite(gradients)
             if not bad and self._rejected is False:

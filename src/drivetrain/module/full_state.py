@@ -45,7 +45,8 @@ def full_state_dict(model: nn.Module, *, prefix: str = "") -> StateDict:
     result: OrderedDict[str, object] = OrderedDict()
     for key, value in state.items():
         if id(value) not in whole:
-            whole[id(value)] = _whole(value)
+            full = value.full_tensor().cpu() if is_dtensor(value) else value
+            whole[id(value)] = full.detach() if isinstance(full, Tensor) else full
         result[prefix + clean_key(module, key)] = whole[id(value)]
     return result
 
@@ -84,9 +85,3 @@ def _save_pretrained(module: nn.Module, *args: object, **kwargs: object) -> obje
         module.__dict__["state_dict"] = partial(_state_dict, module)
         distributed_barrier()
     return result
-
-
-def _whole(value: object) -> object:
-    if not isinstance(value, Tensor):
-        return value
-    return value.full_tensor().detach().cpu() if is_dtensor(value) else value.detach()  # type: ignore[attr-defined]

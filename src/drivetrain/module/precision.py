@@ -65,23 +65,14 @@ PRECISIONS = {
     "fp64": Precision(name="fp64", parameter_dtype=torch.float64),
     "fp8": Precision(name="fp8", autocast_dtype=torch.bfloat16),
 }
-_ALIASES = {
-    "fp32": "no",
-    "32": "no",
-    "32-true": "no",
-    "float32": "no",
-    "bf16-mixed": "bf16",
-    "amp_bf16": "bf16",
-    "amp_fp8": "fp8",
-    "bfloat16": "bf16",
-    "16-mixed": "fp16",
-    "amp_fp16": "fp16",
-    "float16": "fp16",
-    "64": "fp64",
-    "64-true": "fp64",
-    "float64": "fp64",
-    "double": "fp64",
+_OTHER_NAMES = {
+    "no": "fp32 32 32-true float32",
+    "bf16": "bf16-mixed amp_bf16 bfloat16",
+    "fp16": "16-mixed amp_fp16 float16",
+    "fp64": "64 64-true float64 double",
+    "fp8": "amp_fp8",
 }
+_ALIASES = {alias: name for name, aliases in _OTHER_NAMES.items() for alias in aliases.split()}
 
 
 def parse_precision(name: "str | int | Precision | None") -> Precision:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -94,15 +95,10 @@ def on_fake_tensors(model: nn.Module) -> AbstractContextManager[None]:
         "use_cache": False,
         "_experts_implementation": "batched_mm",
     }  # grouped products are fake in bfloat16 alone
-    configs = {
-        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
-    }
-    return attributes_set(
-        (config, name, value)
-        for config in configs.values()
-        for name, value in wanted.items()
-        if getattr(config, name, None)
-    )
+    held = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(config): config for config in held if config is not None}
+    pairs = product(configs.values(), wanted.items())
+    return attributes_set((config, *change) for config, change in pairs if getattr(config, change[0], None))
 
 
 @contextmanager

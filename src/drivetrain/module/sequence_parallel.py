@@ -21,10 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.attention import AttentionCalls
 from drivetrain.module.blocks import find_blocks
+from drivetrain.module.checkpointing import CACHE_ARGUMENTS
 from drivetrain.module.probing import floats_in, in_evaluation
 from drivetrain.module.sequence_attention import (
     RingAttention,
@@ -40,7 +42,6 @@ from drivetrain.runtime.collectives import agree_any
 Mode = Literal["whole", "chain", "single"]
 """How blocks run: on the whole sequence; cut at a family's first and joined at its last; each cut and joined for itself."""
 
-_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 _TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3}
 _LOOSE = 0.1  # 16 bits: an error of position is ten times that
 
@@ -176,7 +177,7 @@ class SequenceBlock(GeneratedClass):
         is_first, is_last = self._sequence_place
         comes_whole, leaves_whole = split.mode == "single" or is_first, split.mode == "single" or is_last
         length = values[stream].shape[split.seq_dim] * (1 if comes_whole else split.size)
-        has_cache = any(kwargs.get(name) is not None for name in _CACHE_ARGUMENTS)
+        has_cache = any(kwargs.get(name) is not None for name in CACHE_ARGUMENTS)
         is_inference = split.notes is None and not torch.is_grad_enabled()
         if comes_whole and is_inference and (has_cache or length % split.size):
             # Generation: remembered keys belong to whole sequences, and few positions come at a time.
@@ -195,7 +196,7 @@ class SequenceBlock(GeneratedClass):
             elif comes_whole:
                 values[index] = split.piece(activations, split.seq_dim)
         args, kwargs = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :]))
-        kwargs |= {name: None for name in _CACHE_ARGUMENTS if kwargs.get(name) is not None}
+        kwargs |= {name: None for name in CACHE_ARGUMENTS if kwargs.get(name) is not None}
         with AttentionCalls(SequenceAttention(split.group, length, split.ring, split.notes)):
             out = run(*args, **kwargs)
         split.is_open = not leaves_whole
@@ -247,14 +248,12 @@ def _stream(values: list[Any], seq_dim: int, cls: type) -> int:
 def _joined(out: Any, split: SequenceSplit, length: int) -> Any:
     """Return a block's output with every piece of a sequence made whole."""
     dim = split.seq_dim
-    if isinstance(out, Tensor):
-        is_piece = out.ndim >= 3 and out.ndim > dim and out.shape[dim] == length // split.size
-        return gather_sequence(out, dim, split.group) if is_piece else out
-    if isinstance(out, dict):
-        return type(out)({key: _joined(item, split, length) for key, item in out.items()})
-    if type(out) in (list, tuple):
-        return type(out)(_joined(item, split, length) for item in out)
-    return out
+
+    def joined(x: Tensor) -> Tensor:
+        is_piece = x.ndim >= 3 and x.ndim > dim and x.shape[dim] == length // split.size
+        return gather_sequence(x, dim, split.group) if is_piece else x
+
+    return tree_map_only(Tensor, joined, out)
 
 
 def _kind(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -61,7 +61,7 @@ def run_on_pieces(model: nn.Module, mesh: DeviceMesh, plan: PiecePlan, *, joins_
     for name in plan.closers:
         modules[name].__dict__[_KEY] = pieces
         modules[name].register_forward_hook(_close)
-    for name, (_, is_last) in plan.blocks.items():
+    for name, is_last in plan.blocks.items():
         add_mixin(modules[name], PieceBlock, _pieces=pieces, _joins=is_last or joins_each)
 
 

@@ -30,8 +30,8 @@ _PIECE, _LABEL = "_is_piece", "_label"  # set on tensors: whether they are piece
 class PiecePlan:
     """Where the sequence is cut and made whole, by dotted names."""
 
-    blocks: dict[str, tuple[bool, bool]] = field(default_factory=dict)
-    """Blocks that run on pieces; whether each is the first or the last of its family."""
+    blocks: dict[str, bool] = field(default_factory=dict)
+    """Blocks that run on pieces; whether each is the last of its family."""
     norms: list[str] = field(default_factory=list)
     """Norms that take pieces and return the whole sequence."""
     closers: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ def find_pieces(model: nn.Module, styles: Mapping[str, object], size: int) -> Pi
     inputs = inputs_of_blocks(model, families, length)
     for family in families:
         known: dict[Any, tuple[set[str], set[str]]] = {}
-        for index, (name, block) in enumerate(zip(family.names, family.members)):
+        for name, block in family.named:
             own = {layer.removeprefix(f"{name}."): s for layer, s in styles.items() if layer.startswith(f"{name}.")}
             if not own:
                 continue
@@ -56,7 +56,7 @@ def find_pieces(model: nn.Module, styles: Mapping[str, object], size: int) -> Pi
             norms, closers = known[key]
             plan.norms += [f"{name}.{norm}" for norm, _ in block.named_modules() if norm in norms]
             plan.closers += [f"{name}.{closer}" for closer, _ in block.named_modules() if closer in closers]
-            plan.blocks[name] = (index == 0, index == len(family.members) - 1)
+            plan.blocks[name] = block is family.members[-1]
     if not plan.blocks:
         raise ConfigError(
             f"tensor_parallel: sequence_parallel=True needs repeated blocks whose layers are split, and {type(model).__name__} has none. "

@@ -186,9 +186,8 @@ class Stepper:
             collect()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-            if (
-                self.sync is not None and self.sync.is_sharded
-            ):  # an overflow in one rank's shard lowers the scale of all
+            if self.sync is not None and self.sync.is_sharded:
+                # An overflow in one rank's shard lowers the scale of all.
                 for found in self.scaler._found_inf_per_device(self.optimizer).values():
                     on_any_rank(found, self.sync.group())
         window = self.window

@@ -52,7 +52,7 @@ def infer_tp_plan(model: nn.Module, size: int) -> InferredPlan:
     inputs = inputs_of_blocks(model, families)
     for family in families:
         known: dict[object, dict[str, str]] = {}
-        for name, block in zip(family.names, family.members):
+        for name, block in family.named:
             structure = structure_of(block)
             if structure not in known:
                 known[structure] = _infer_block(name, block, size, inputs.get(family.members[0]), plan.remarks)
