@@ -118,7 +118,10 @@ def test_closure_cannot_be_launched_once_cuda_has_started(monkeypatch):
         ({"nproc_per_node": 1.5}, "'auto' for one per accelerator"),
         ({"nnodes": 2, "node_rank": 2}, "node_rank=2 does not fit nnodes=2"),
         ({"nnodes": 0}, "nnodes=0"),
-        ({"master_port": 0}, "master_port: 0"),
+        ({"nnodes": "2"}, "nnodes='2'"),
+        ({"master_port": 0}, "master_port=0"),
+        ({"master_port": "29500"}, "master_port='29500'"),
+        ({"master_port": 70000}, "master_port: 70000"),
         ({"max_restarts": -1}, "max_restarts=-1"),
     ],
 )

@@ -145,62 +145,47 @@ def parse_brackets(text: str, plain: Callable[[str], object]) -> list[object]:
     >>> parse_brackets("(1, (2, x), [])", str)
     ['1', ('2', 'x'), []]
     """
-    tokens = _tokens(text)
-    if not tokens or tokens[0][0] not in ("(", "["):
+    if not text.lstrip().startswith(("(", "[")):
         raise BracketProblem("expected items in brackets, for example (0.9, 0.98) or [0.9, 0.98].")
-    items, end = _items(tokens, 0, plain, 1)
-    if end != len(tokens):
-        raise BracketProblem(f"unexpected {tokens[end][1]!r} after the closing bracket.")
-    return items
-
-
-def _tokens(text: str) -> list[tuple[str, str]]:
-    tokens: list[tuple[str, str]] = []
-    position = 0
+    opened: list[tuple[str, list[object]]] = []  # brackets that are not closed yet, with their items so far
+    whole: list[object] | None = None
+    position, expects_item = 0, True
     while position < len(text):
         match = _TOKEN.match(text, position)
         if match is None:
             raise BracketProblem(f"cannot read {text[position : position + 20]!r}.")
         symbol, single, double, word = match.groups()
-        if symbol:
-            tokens.append((symbol, symbol))
-        elif word is not None:
-            tokens.append(("word", word))
-        else:
-            tokens.append(("text", single.replace("''", "'") if single is not None else double))
-        position = match.end()
-    return tokens
-
-
-def _items(
-    tokens: list[tuple[str, str]], start: int, plain: Callable[[str], object], depth: int
-) -> tuple[list[object], int]:
-    """Read the items of the bracket that opens at `start`; return them and the position after its end."""
-    opening = tokens[start][0]
-    closing = ")" if opening == "(" else "]"
-    if depth > _MAX_NESTING:
-        raise BracketProblem(f"brackets are nested more than {_MAX_NESTING} deep.")
-    items: list[object] = []
-    position, expects_item = start + 1, True
-    while position < len(tokens):
-        kind, value = tokens[position]
-        if kind == closing:
-            return items, position + 1
-        if kind == ",":
+        shown, position = match[0].strip(), match.end()
+        if whole is not None:
+            raise BracketProblem(f"unexpected {shown!r} after the closing bracket.")
+        if symbol == ",":
             if expects_item:
                 raise BracketProblem("an item is missing before ','.")
-            expects_item, position = True, position + 1
+            expects_item = True
+            continue
+        item: object
+        if symbol in (")", "]"):
+            opening, items = opened.pop()
+            if opening + symbol not in ("()", "[]"):
+                raise BracketProblem(f"{opening!r} is closed by {symbol!r}.")
+            item = tuple(items) if symbol == ")" else items
+            whole = None if opened else items
         elif not expects_item:
-            raise BracketProblem(f"a ',' is missing before {value!r}.")
-        elif kind in ("(", "["):
-            inner, position = _items(tokens, position, plain, depth + 1)
-            items.append(tuple(inner) if kind == "(" else inner)
-            expects_item = False
-        elif kind in (")", "]"):
-            raise BracketProblem(f"{opening!r} is closed by {kind!r}.")
+            raise BracketProblem(f"a ',' is missing before {shown!r}.")
+        elif symbol:
+            if len(opened) == _MAX_NESTING:
+                raise BracketProblem(f"brackets are nested more than {_MAX_NESTING} deep.")
+            opened.append((symbol, []))
+            continue
+        elif word is not None:
+            item = plain(word)
         else:
-            items.append(value if kind == "text" else plain(value))
-            expects_item, position = False, position + 1
-    raise BracketProblem(
-        f"{opening!r} is never closed. Inside {{ }} a comma ends the text, so write a list there: !tuple [0.9, 0.98]."
-    )
+            item = double if single is None else single.replace("''", "'")
+        expects_item = False
+        if opened:
+            opened[-1][1].append(item)
+    if whole is None:
+        raise BracketProblem(
+            f"{opened[-1][0]!r} is never closed. Inside {{ }} a comma ends the text, so write a list there: !tuple [0.9, 0.98]."
+        )
+    return whole

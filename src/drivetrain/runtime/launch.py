@@ -75,9 +75,9 @@ def launch(
     if in_launched_process():
         return [function(*args)]
     num_workers = _num_workers(nproc_per_node)
-    if nnodes < 1 or not 0 <= node_rank < nnodes:
+    if check_count("node_rank", node_rank, at_least=0) >= check_count("nnodes", nnodes):
         raise ConfigError(f"node_rank={node_rank} does not fit nnodes={nnodes}: nodes have numbers from 0 on.")
-    if master_port is not None and not 0 < master_port < 65536:
+    if master_port is not None and check_count("master_port", master_port, hint=", or None for a free port") > 65535:
         raise ConfigError(f"master_port: {master_port!r} is not a port from 1 to 65535, or None for a free one.")
     check_count("max_restarts", max_restarts, at_least=0, hint=", which stops at the first failure")
     start_method = _start_method(function, args)
