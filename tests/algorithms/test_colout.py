@@ -89,3 +89,13 @@ def test_single_images_lose_their_own_rows_inside_the_dataset():
     train(trainer, data, num_epochs=1)
     assert trainer.state.train_dataloader.dataset[0][0].shape == (3, 6, 6)
     assert data.transform is None and data[0][0].shape == (3, 8, 8)
+
+
+def test_an_image_with_a_palette_keeps_its_colors():
+    Image = pytest.importorskip("PIL.Image")
+    image = Image.new("P", (4, 3))
+    image.putpalette([0, 0, 0, 250, 10, 20, 30, 240, 50])
+    image.putdata([0, 1, 2, 1] * 3)
+    whole = colout_batch(image, 0.0, 0.0)
+    assert whole.mode == "P" and whole.tobytes() == image.tobytes()
+    assert whole.convert("RGB").tobytes() == image.convert("RGB").tobytes()

@@ -4,12 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.algorithms.utils import primitives
-from drivetrain.algorithms.utils.datasets import join_dataset
+from drivetrain.algorithms.utils.datasets import DatasetTransform
 from drivetrain.algorithms.utils.parts import Generator, draw_beta, draw_integer, draw_weights
 from drivetrain.algorithms.utils.primitives import AugmentationSet, Image, find_set, is_pil
-from drivetrain.context.state import State
-from drivetrain.core import Algorithm, ConfigError, Event, Logger
 from drivetrain.core.arguments import check_counts, check_number
+from drivetrain.core.errors import ConfigError
 
 
 def augmix_image(
@@ -93,12 +92,8 @@ class AugmentAndMixTransform(nn.Module):
         )
 
 
-class AugMix(Algorithm):
+class AugMix(DatasetTransform):
     """Adds AugMix to the training data; the dataset itself, which evaluation may share, is left alone."""
-
-    events = frozenset({Event.FIT_START})
-    reads, writes = ("dataloader",), ("dataloader",)
-    tags = frozenset({"augment"})
 
     def __init__(
         self,
@@ -112,6 +107,3 @@ class AugMix(Algorithm):
         self.severity, self.depth, self.width = severity, depth, width
         self.alpha, self.augmentation_set = alpha, augmentation_set
         self._transform = AugmentAndMixTransform(severity, depth, width, alpha, augmentation_set)
-
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        join_dataset(state, self._transform, str(self))

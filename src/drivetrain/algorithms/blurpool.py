@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.utils import _pair
-from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, inside, warn_no_effect, with_settings
 from drivetrain.core.arguments import check_counts
@@ -203,6 +202,7 @@ def check_blurpool(who: str, replace_convs: bool, replace_maxpools: bool, min_ch
 class BlurPool(ModelSurgery):
     """Antialiases the max-pools and strided convolutions of the model."""
 
+    function = staticmethod(apply_blurpool)
     counts = {"blurpool/num_blurpool_layers": BlurMaxPool2d, "blurpool/num_blurconv_layers": BlurConv2d}
 
     def __init__(
@@ -211,6 +211,3 @@ class BlurPool(ModelSurgery):
         check_blurpool("BlurPool", replace_convs, replace_maxpools, min_channels)
         self.replace_convs, self.replace_maxpools = replace_convs, replace_maxpools
         self.blur_first, self.min_channels = blur_first, min_channels
-
-    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
-        apply_blurpool(model, self.replace_convs, self.replace_maxpools, self.blur_first, self.min_channels, optimizers)

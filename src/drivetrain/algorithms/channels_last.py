@@ -4,7 +4,6 @@ Values and shapes stay; only the order in memory changes. Inputs have to follow,
 """
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, warn_no_effect
@@ -34,6 +33,7 @@ def _convert_inputs(
 class ChannelsLast(ModelSurgery):
     """Changes the memory layout of the model's convolutions and of its inputs."""
 
+    function = staticmethod(apply_channels_last)
     writes = ("model",)
     after = ("#surgery",)
     tags: frozenset[str] = frozenset()
@@ -41,6 +41,3 @@ class ChannelsLast(ModelSurgery):
     @staticmethod
     def required_on_load() -> bool:
         return False  # a layout is not part of what is saved
-
-    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
-        apply_channels_last(model)

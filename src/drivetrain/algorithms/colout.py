@@ -5,12 +5,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from drivetrain.algorithms.utils.datasets import join_dataset
+from drivetrain.algorithms.utils.datasets import DatasetTransform
 from drivetrain.algorithms.utils.parts import Generator, check_images, draw_subset, is_image_like, map_tensors
-from drivetrain.algorithms.utils.primitives import Image, as_pil, as_tensor, is_pil
+from drivetrain.algorithms.utils.primitives import Image, is_pil, on_tensor
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
-from drivetrain.core import Algorithm, ConfigError, Event, Logger
+from drivetrain.core import ConfigError, Event, Logger
 from drivetrain.core.arguments import check_fractions
 
 ResizeTarget = bool | Literal["auto"]
@@ -61,9 +61,10 @@ def _has_size(target: Image, image: Image) -> bool:
 
 
 def _narrowed(image: Image, rows: Tensor, columns: Tensor) -> Image:
-    if is_pil(image):
-        return as_pil(_narrowed(as_tensor(image), rows, columns), image.mode)
-    return map_tensors(lambda x: x.index_select(-2, rows).index_select(-1, columns), image)
+    def narrow(x: Tensor) -> Tensor:
+        return x.index_select(-2, rows).index_select(-1, columns)
+
+    return on_tensor(narrow, image) if is_pil(image) else map_tensors(narrow, image)
 
 
 class ColOutTransform(nn.Module):
@@ -78,10 +79,8 @@ class ColOutTransform(nn.Module):
         return colout_batch(sample, self.p_row, self.p_col, self.resize_target)
 
 
-class ColOut(Algorithm):
+class ColOut(DatasetTransform):
     """Drops rows and columns of every batch, or, with `batch=False`, of every image on its own."""
-
-    tags = frozenset({"augment"})
 
     def __init__(
         self,
@@ -100,17 +99,17 @@ class ColOut(Algorithm):
             )
         self.p_row, self.p_col, self.batch, self.resize_target = p_row, p_col, batch, resize_target
         self.input_key, self.target_key = input_key, target_key
-        self.events = frozenset({Event.AFTER_DATALOADER if batch else Event.FIT_START})
-        self.reads = self.writes = ("batch",) if batch else ("dataloader",)
+        if batch:
+            self.events, self.reads, self.writes = frozenset({Event.AFTER_DATALOADER}), ("batch",), ("batch",)
         self._transform = ColOutTransform(p_row, p_col, resize_target)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.FIT_START:
-            join_dataset(state, self._transform, str(self))
-            return
+            return super().apply(event, state, logger)
         target = state.batch_get_item(self.target_key) if self.resize_target is not False else None
         sample, generator = (state.batch_get_item(self.input_key), target), state.rng(type(self).__name__)
         images, resized = colout_batch(sample, self.p_row, self.p_col, self.resize_target, generator=generator)
         state.batch_set_item(self.input_key, images)
         if resized is not target:
             state.batch_set_item(self.target_key, resized)
+        return None

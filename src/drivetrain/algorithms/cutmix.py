@@ -115,15 +115,16 @@ class CutMix(PairMixing):
                 "CutMix(interpolate_loss=True): the targets are images, which are cut and pasted like the inputs; there is only one "
                 "loss, so there is nothing to interpolate. Use interpolate_loss=False."
             )
-        check_images(first, str(self))
-        generator = state.rng(type(self).__name__)
-        index = parts.draw_permutation(first.shape[0], first.device, generator)
-        self._bbox = bbox = _draw_cut(first, None, self.alpha, self.uniform_sampling, generator)
+        rows, generator = torch.arange(len(first), device=first.device), state.rng(type(self).__name__)
+        mixed, index, area, self._bbox = cutmix_batch(
+            inputs, rows, alpha=self.alpha, uniform_sampling=self.uniform_sampling, generator=generator
+        )
+        assert isinstance(index, Tensor)
         self._image_size = first.shape[-2:]
-        state.batch_set_item(self.input_key, map_tensors(lambda x: paste(x, take_rows(x, index), bbox), inputs))
-        return own_area(first, bbox), index
+        state.batch_set_item(self.input_key, mixed)
+        return area, index
 
-    def mix_targets(self, logits: object, targets: object) -> Batch:
+    def soften(self, logits: object, targets: object) -> Batch:
         if isinstance(targets, Tensor) and targets.ndim > 2 and targets.shape[-2:] == self._image_size:
             return paste(targets, take_rows(targets, self._index), self._bbox)
-        return super().mix_targets(logits, targets)
+        return super().soften(logits, targets)

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.utils import _pair
 from torch.nn.utils import parametrize
-from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, inside, leave_fused_paths, warn_no_effect
 from drivetrain.core.arguments import check_choice, check_counts, check_number
@@ -404,6 +403,7 @@ def check_factorize(who: str, latent_channels: float, latent_features: float, in
 class Factorize(ModelSurgery):
     """Factorizes the wide layers of the model: after those that wrap or make wide layers, before their weights are parametrized."""
 
+    function = staticmethod(apply_factorization)
     after = ("SqueezeExcite", "GatedLinearUnits")
     before = ("WeightStandardization", "FP8Linear")
     counts = {
@@ -426,9 +426,3 @@ class Factorize(ModelSurgery):
         self.factorize_convs, self.factorize_linears = factorize_convs, factorize_linears
         self.min_channels, self.latent_channels = min_channels, latent_channels
         self.min_features, self.latent_features, self.initialize = min_features, latent_features, initialize
-
-    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
-        apply_factorization(
-            model, self.factorize_convs, self.factorize_linears, self.min_channels, self.latent_channels,
-            self.min_features, self.latent_features, optimizers, initialize=self.initialize,
-        )  # fmt: skip

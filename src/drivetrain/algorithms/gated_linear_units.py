@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, leave_fused_paths, warn_no_effect
 from drivetrain.core.errors import ConfigError, ConfigTypeError
@@ -216,6 +215,8 @@ def _kind(activation: object) -> str:
 class GatedLinearUnits(ModelSurgery):
     """Gates the feed-forward networks of the model."""
 
+    function = staticmethod(apply_gated_linear_units)
+
     def __init__(
         self, act_fn: Activation | str | None = None, gated_layer_bias: bool = False, non_gated_layer_bias: bool = False
     ):
@@ -235,6 +236,3 @@ class GatedLinearUnits(ModelSurgery):
         name = getattr(self.act_fn, "__name__", "")
         known = {"act_fn": name} if name and getattr(F, name, None) is self.act_fn else {}
         return {**super().config(), **known}
-
-    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
-        apply_gated_linear_units(model, optimizers, self.act_fn, self.gated_layer_bias, self.non_gated_layer_bias)

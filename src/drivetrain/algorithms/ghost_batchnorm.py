@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, share_tensors, warn_no_effect
 from drivetrain.context.state import State
@@ -99,15 +98,13 @@ def apply_ghost_batchnorm(model: nn.Module, ghost_batch_size: int = 32, optimize
 class GhostBatchNorm(ModelSurgery):
     """Replaces the batch norms of the model, and checks before training that every batch is large enough."""
 
+    function = staticmethod(apply_ghost_batchnorm)
     events = frozenset({Event.INIT, Event.FIT_START})
     counts = {"GhostBatchNorm/num_new_modules": _GhostNorm}
 
     def __init__(self, ghost_batch_size: int = 32):
         check_counts("GhostBatchNorm", 1, ghost_batch_size=ghost_batch_size)
         self.ghost_batch_size = ghost_batch_size
-
-    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
-        apply_ghost_batchnorm(model, self.ghost_batch_size, optimizers)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.INIT:

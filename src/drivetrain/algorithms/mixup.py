@@ -85,8 +85,9 @@ class MixUp(PairMixing):
 
     def mix_inputs(self, state: State) -> tuple[float, Tensor]:
         inputs = state.batch_get_item(self.input_key)
-        first, generator = first_tensor(inputs, str(self)), state.rng(type(self).__name__)
-        mixing = draw_mixing(self.alpha, generator)
-        index = parts.draw_permutation(first.shape[0], first.device, generator)
-        state.batch_set_item(self.input_key, map_tensors(lambda x: _mixed(x, mixing, index), inputs))
+        first = first_tensor(inputs, str(self))
+        rows = torch.arange(len(first), device=first.device)
+        mixed, index, mixing = mixup_batch(inputs, rows, alpha=self.alpha, generator=state.rng(type(self).__name__))
+        assert isinstance(index, Tensor) and isinstance(mixing, float)
+        state.batch_set_item(self.input_key, mixed)
         return 1 - mixing, index

@@ -3,11 +3,9 @@
 from torch import nn
 
 from drivetrain.algorithms.utils import primitives
-from drivetrain.algorithms.utils.datasets import join_dataset
+from drivetrain.algorithms.utils.datasets import DatasetTransform
 from drivetrain.algorithms.utils.parts import Generator
 from drivetrain.algorithms.utils.primitives import AugmentationSet, Image, find_set
-from drivetrain.context.state import State
-from drivetrain.core import Algorithm, Event, Logger
 from drivetrain.core.arguments import check_counts, check_number
 
 
@@ -70,17 +68,10 @@ class RandAugmentTransform(nn.Module):
         return f"severity={self.severity}, depth={self.depth}, augmentation_set={primitives.shown_set(self.augmentation_set)}"
 
 
-class RandAugment(Algorithm):
+class RandAugment(DatasetTransform):
     """Adds RandAugment to the training data; the dataset itself, which evaluation may share, is left alone."""
-
-    events = frozenset({Event.FIT_START})
-    reads, writes = ("dataloader",), ("dataloader",)
-    tags = frozenset({"augment"})
 
     def __init__(self, severity: int = 9, depth: int = 2, augmentation_set: AugmentationSet = "all"):
         _check(severity, depth, augmentation_set, "RandAugment")
         self.severity, self.depth, self.augmentation_set = severity, depth, augmentation_set
         self._transform = RandAugmentTransform(severity, depth, augmentation_set)
-
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        join_dataset(state, self._transform, str(self))

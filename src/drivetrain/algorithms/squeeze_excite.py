@@ -3,7 +3,6 @@
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, inside, warn_no_effect
 from drivetrain.core.arguments import check_counts, check_number
@@ -85,12 +84,10 @@ def check_latent(who: str, latent_channels: float) -> None:
 class SqueezeExcite(ModelSurgery):
     """Adds squeeze-and-excitation after the wide convolutions of the model."""
 
+    function = staticmethod(apply_squeeze_excite)
     counts = {"squeeze_excite/num_squeeze_excite_layers": SqueezeExciteConv2d}
 
     def __init__(self, latent_channels: float = 64, min_channels: int = 128):
         check_latent("SqueezeExcite", latent_channels)
         check_counts("SqueezeExcite", 0, min_channels=min_channels)
         self.latent_channels, self.min_channels = latent_channels, min_channels
-
-    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
-        apply_squeeze_excite(model, self.latent_channels, self.min_channels, optimizers)

@@ -38,9 +38,13 @@ class ModelSurgery(Algorithm):
     def required_on_load() -> bool:
         return True
 
+    function: Callable[..., object]
+    """The plain function: it takes a model, what the constructor takes, and `optimizers`."""
+
     def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
         """Change the model and its optimizers."""
-        raise NotImplementedError(f"{type(self).__name__} does not define operate(model, optimizers)")
+        settings = {name: getattr(self, name) for name in self.config()}
+        self.function(model, **settings, optimizers=optimizers)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         model = model_of(state, str(self))

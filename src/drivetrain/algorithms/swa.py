@@ -193,21 +193,12 @@ def pause_schedulers(state: State) -> None:
 class _Resting:
     """A scheduler that no longer changes the rates, but is saved and restored as before."""
 
-    def __init__(self, scheduler: object):
-        self.scheduler: Any = scheduler
-
-    @property
-    def optimizer(self) -> Optimizer:
-        return self.scheduler.optimizer
+    def __init__(self, scheduler: Any):
+        self.optimizer: Optimizer = scheduler.optimizer
+        self.state_dict, self.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
 
     def step(self, *args: object, **kwargs: object) -> None:
         """Do nothing."""
 
     def get_last_lr(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def state_dict(self) -> StateDict:
-        return self.scheduler.state_dict()
-
-    def load_state_dict(self, state: StateDict) -> None:
-        self.scheduler.load_state_dict(state)

@@ -42,7 +42,8 @@ def view(x: Tensor, by: int, is_flipped: bool) -> Tensor:
 def average_flips(model: Callable[[Tensor], Tensor], x: Tensor, shift: int = 0) -> Tensor:
     """Return the weighted mean of a model's outputs over the views of images."""
     check_counts("average_flips", 0, shift=shift)
-    return torch.stack([weight * _wide(model(view(x, *change))) for weight, *change in views_of(shift)]).sum(0)
+    seen = [weight * _wide(model(view(x, by, is_flipped))) for weight, by, is_flipped in views_of(shift)]
+    return torch.stack(seen).sum(0)
 
 
 def _wide(output: Tensor) -> Tensor:

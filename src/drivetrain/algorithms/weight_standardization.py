@@ -5,7 +5,6 @@ import warnings
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, warn_no_effect
 from drivetrain.core.arguments import check_counts
@@ -78,6 +77,7 @@ def _in_order(model: nn.Module) -> list[nn.Module]:
 class WeightStandardization(ModelSurgery):
     """Standardizes the convolution kernels of the model."""
 
+    function = staticmethod(apply_weight_standardization)
     writes = ("model",)
     before = ("StochasticDepth",)  # blocks that are skipped at random cannot be traced
     counts = {"WeightStandardization/num_weights_standardized": WeightStandardizer}
@@ -85,6 +85,3 @@ class WeightStandardization(ModelSurgery):
     def __init__(self, n_last_layers_ignore: int = 0):
         check_counts("WeightStandardization", 0, n_last_layers_ignore=n_last_layers_ignore)
         self.n_last_layers_ignore = n_last_layers_ignore
-
-    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
-        apply_weight_standardization(model, self.n_last_layers_ignore)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from drivetrain.algorithms.utils.primitives import is_pil
 from drivetrain.context.state import State
+from drivetrain.core import Algorithm, Event, Logger
 from drivetrain.core.containers import same_tuple
 from drivetrain.core.errors import ConfigError, ConfigTypeError
 from drivetrain.data.loader import SmartDataLoader
@@ -128,6 +129,18 @@ def join_dataset(state: State, transform: Transform, who: str) -> None:
             f"{who} changes the training data, but the loader is a {type(loader).__name__} whose dataset cannot be reached. Give train() a "
             "dataset or a DataLoader."
         )
+
+
+class DatasetTransform(Algorithm):
+    """Adds a transform to the training data; the dataset itself, which evaluation may share, is left alone."""
+
+    events = frozenset({Event.FIT_START})
+    reads, writes = ("dataloader",), ("dataloader",)
+    tags = frozenset({"augment"})
+    _transform: Transform
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        join_dataset(state, self._transform, str(self))
 
 
 def _carries(dataset: object, transform: Transform) -> bool:

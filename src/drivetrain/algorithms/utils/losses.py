@@ -74,7 +74,6 @@ def check_loss_is_outside(state: State, who: str) -> None:
 
 def check_soft_targets(state: State, logits: object, targets: Any, who: str) -> None:
     """Reject a loss that only takes class indices, by a trial with two rows."""
-    check_loss_is_outside(state, who)
     if state.loss_fn is None or not isinstance(logits, Tensor):
         return
     name = getattr(state.loss_fn, "__name__", type(state.loss_fn).__name__)
@@ -136,18 +135,52 @@ def mean_per_sample(losses: Tensor, count: int) -> Tensor:
     return losses.flatten(1).mean(1) if losses.ndim > 1 else losses
 
 
-class PairMixing(Algorithm):
-    """Mixes each sample with another one of its batch; a subclass says how inputs are mixed.
-
-    With soft targets, the loss sees `w y + (1 - w) y[index]` and the true targets are back right after it, so that metrics count them.
-    With interpolated losses, the loss that is trained on becomes `w L(y) + (1 - w) L(y[index])` at AFTER_LOSS, before anybody tracks it.
-    """
+class SoftTargets(Algorithm):
+    """Gives the loss soft targets; the true ones are back right after it, so that metrics count them."""
 
     allow_multiple = False
+    events = frozenset({Event.BEFORE_LOSS, Event.AFTER_LOSS})
+    reads: tuple[str, ...] = ("outputs", "batch")
+    writes: tuple[str, ...] = ("batch",)
+    tags = frozenset({"soft_targets"})
+
+    def __init__(self, target_key: BatchKey):
+        self.target_key = target_key
+        self._true: object = None
+        self._is_checked = False
+
+    def soften(self, logits: object, targets: object) -> Batch:
+        """Return one weight per class for each target."""
+        raise NotImplementedError
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event is Event.AFTER_LOSS:
+            state.batch_set_item(self.target_key, self._true)
+            self._true = None
+            return
+        if not self._is_checked:
+            check_loss_is_outside(state, str(self))
+        self._true = state.batch_get_item(self.target_key)
+        logits = logits_for(state.outputs, self._true, str(self))
+        soft = self.soften(logits, self._true)
+        if not self._is_checked:
+            check_soft_targets(state, logits, soft, str(self))
+            self._is_checked = True
+        state.batch_set_item(self.target_key, soft)
+
+
+class PairMixing(SoftTargets):
+    """Mixes each sample with another one of its batch; a subclass says how inputs are mixed.
+
+    With soft targets, the loss sees `w y + (1 - w) y[index]`. With interpolated losses, the loss that is trained on becomes
+    `w L(y) + (1 - w) L(y[index])` at AFTER_LOSS, before anybody tracks it.
+    """
+
     reads = ("batch", "outputs", "loss")
 
     def __init__(self, interpolate_loss: bool, input_key: BatchKey, target_key: BatchKey):
-        self.interpolate_loss, self.input_key, self.target_key = interpolate_loss, input_key, target_key
+        super().__init__(target_key)
+        self.interpolate_loss, self.input_key = interpolate_loss, input_key
         events = {Event.BEFORE_FORWARD, Event.AFTER_LOSS}
         self.events = frozenset(events if interpolate_loss else events | {Event.BEFORE_LOSS})
         self.writes = ("batch", "loss") if interpolate_loss else ("batch",)
@@ -156,14 +189,12 @@ class PairMixing(Algorithm):
             self.before = ("#soft_targets",)  # the second loss must see targets as soft as the first one's
         self._own_weight = 1.0
         self._index = torch.empty(0, dtype=torch.long)  # of the other samples
-        self._true: object = None
-        self._is_checked = False
 
     def mix_inputs(self, state: State) -> tuple[float, Tensor]:
         """Replace the inputs by mixed ones; return the weight of each sample's own target, and the other samples' rows."""
         raise NotImplementedError
 
-    def mix_targets(self, logits: object, targets: object) -> Batch:
+    def soften(self, logits: object, targets: object) -> Batch:
         """Return targets mixed as the inputs were."""
 
         def mixed(one: Tensor, target: Tensor) -> Tensor:
@@ -175,25 +206,11 @@ class PairMixing(Algorithm):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.BEFORE_FORWARD:
             self._own_weight, self._index = self.mix_inputs(state)
-        elif event is Event.BEFORE_LOSS:
-            self._true = state.batch_get_item(self.target_key)
-            logits = logits_for(state.outputs, self._true, str(self))
-            mixed = self.mix_targets(logits, self._true)
-            if not self._is_checked:
-                check_soft_targets(state, logits, mixed, str(self))
-                self._is_checked = True
-            state.batch_set_item(self.target_key, mixed)
-        elif self.interpolate_loss:
-            self._interpolate_loss(state)
+        elif not self.interpolate_loss:
+            super().apply(event, state, logger)
         else:
-            state.batch_set_item(self.target_key, self._true)
-            self._true = None
-
-    def _interpolate_loss(self, state: State) -> None:
-        if not self._is_checked:
             check_loss_is_outside(state, str(self))
-            self._is_checked = True
-        own = self._own_weight
-        if own < 1:
-            others = take_rows(state.batch_get_item(self.target_key), self._index)
-            state.loss = state.loss * own + loss_with_targets(state, self.target_key, others) * (1 - own)
+            own = self._own_weight
+            if own < 1:
+                others = take_rows(state.batch_get_item(self.target_key), self._index)
+                state.loss = state.loss * own + loss_with_targets(state, self.target_key, others) * (1 - own)

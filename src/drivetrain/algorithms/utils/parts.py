@@ -105,7 +105,7 @@ def draw_permutation(count: int, device: torch.device | str, generator: Generato
 
 def draw_subset(count: int, keep: int, device: torch.device | str, generator: Generator = None) -> Tensor:
     """Return `keep` of the numbers 0..count-1 in ascending order, on `device`."""
-    chosen = torch.randperm(count, generator=generator, device=device_of(generator))[:keep].sort().values
+    chosen = draw_permutation(count, device_of(generator), generator)[:keep].sort().values
     return chosen.to(device, non_blocking=True)
 
 

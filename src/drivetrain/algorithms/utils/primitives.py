@@ -226,4 +226,9 @@ def as_pil(values: Tensor, mode: str) -> Image:
 
 def on_tensor(function: Callable[[Tensor], Tensor], image: Image) -> Image:
     """Apply a function of tensors to an image of either kind and return that kind."""
-    return as_pil(function(as_tensor(image)), image.mode) if is_pil(image) else function(image)
+    if not is_pil(image):
+        return function(image)
+    changed = as_pil(function(as_tensor(image)), image.mode)
+    if image.mode == "P":
+        changed.putpalette(image.getpalette())
+    return changed
