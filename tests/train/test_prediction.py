@@ -5,10 +5,12 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from drivetrain.core.errors import DrivetrainWarning
+from drivetrain.train.callbacks import TrainerCallback
 from drivetrain.train.trainer import Trainer
-from tests.train.tasks import make_data, make_trainer
+from tests.train.tasks import make_data, make_model, make_trainer, weights
 
 
 class Several(nn.Module):
@@ -131,3 +133,16 @@ def test_sequences_of_different_lengths_are_padded_where_a_value_is_given():
     padded = predict_unequal_lengths(padding_value=-1)["sequence"]
     assert padded.shape == (5, 5)
     assert padded[1].tolist() == [2.0, -1.0, -1.0, -1.0, -1.0]
+
+
+def test_a_prediction_inside_a_run_leaves_no_trace():
+    class Predict(TrainerCallback):
+        def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
+            trainer.predict(make_data(4))
+
+    trainers = [make_trainer(make_model(dropout=0.5), callbacks=callbacks) for callbacks in ([Predict()], [])]
+    for trainer in trainers:
+        torch.manual_seed(3)
+        trainer.train(DataLoader(make_data(), batch_size=5, shuffle=True), num_epochs=2, gradient_accumulation_steps=2)
+    assert all(map(torch.equal, weights(trainers[0].model), weights(trainers[1].model)))
+    assert trainers[0].state.clock.sample == trainers[1].state.clock.sample

@@ -155,11 +155,6 @@ class TrainerRuntime:
         """Back-propagate, with loss scaling if float16 needs it."""
         self.stepper.backward(loss, **kwargs)
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale the gradients, once per update."""
-        if self.scaler is not None:
-            self.scaler.unscale_(optimizer)
-
     def step(self, optimizer: object) -> None:
         """Step the optimizer. A scaler skips the step if a gradient overflowed."""
         if optimizer is self.stepper.optimizer:

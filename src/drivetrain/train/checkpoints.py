@@ -5,7 +5,7 @@ pytorch-accelerated's, so files travel both ways; it is written under another na
 folder is a checkpoint of `drivetrain.checkpoint`: verified, without pickle, exact.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -209,10 +209,23 @@ def load_checkpoint(
             raise ValueError(
                 f"{path} holds the state of the {name}, but the Trainer has none. Create the {name} first, or pass load_{name}=False."
             )
+    for name, held in wanted:
+        saved = content[f"{name}_state_dict"]
+        if name == "optimizer" and isinstance(held[0], torch.optim.Optimizer):
+            given, own = _group_sizes(saved["param_groups"]), _group_sizes(held[0].param_groups)
+            if given != own:
+                raise ValueError(
+                    f"{path} holds an optimizer whose groups have {given} parameters, and those of the Trainer's have {own}. Make the "
+                    "same groups first, or pass load_optimizer=False."
+                )
     load_clean_state_dict(state.model, content["model_state_dict"])
     for name, held in wanted:
         held[0].load_state_dict(content[f"{name}_state_dict"])
     return content
+
+
+def _group_sizes(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
 
 
 def _read(path: Path, device: object) -> StateDict:

@@ -4,7 +4,7 @@ An evaluation interrupts training and must not affect it: modes, batch, events a
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -312,6 +312,8 @@ def run_prediction(
     state, fire, parts = trainer.state, trainer.run.fire, []
     move = loaders.mover(trainer.device, loader)
     with (
+        rng_kept() if trainer.run.is_running else nullcontext(),  # a callback predicts without a trace
+        with_attributes(state, "batch", "batch_output", "outputs"),
         own_events(trainer.run.loss, Event.PREDICT_AFTER_FORWARD),
         with_attributes(
             trainer.run.loss, find_form=find_inputs, form=None, form_type=None, own_loss=None

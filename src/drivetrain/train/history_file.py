@@ -19,7 +19,6 @@ import json
 import logging
 import os
 import re
-import sys
 import threading
 from array import array
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -269,7 +269,10 @@ class HistoryFile:
                 continue
             kinds = None if values.kinds is None else values.kinds[start:end]
             listed.append([name, end - start, kinds is not None, values.epochs_from(start)])
-            data += [_to_bytes(values.steps[start:end]), _to_bytes(values.numbers[start:end])]
+            data += [
+                np.array(values.steps[start:end], "<i8").tobytes(),
+                np.array(values.numbers[start:end], "<f8").tobytes(),
+            ]
             if kinds is not None:
                 data.append(bytes(kinds))
                 objects.update(
@@ -358,8 +361,8 @@ def _apply(header: StateDict, data: bytes, series: dict[str, Series]) -> None:
     for index, (name, count, has_kinds, epochs) in enumerate(header["series"]):
         values = series.setdefault(name, Series())
         start = len(values)
-        values.steps.extend(_from_bytes("q", data[at : at + 8 * count]))
-        values.numbers.extend(_from_bytes("d", data[at + 8 * count : at + 16 * count]))
+        values.steps.extend(np.frombuffer(data, "<i8", count, at).tolist())
+        values.numbers.extend(np.frombuffer(data, "<f8", count, at + 8 * count).tolist())
         at += 16 * count
         kinds = data[at : at + count] if has_kinds else b""
         at += len(kinds)
@@ -390,20 +393,6 @@ def _digest_of(file: BinaryIO, size: int) -> "hashlib._Hash":
         digest.update(piece)
         size -= len(piece)
     return digest
-
-
-def _to_bytes(values: "array[Any]") -> bytes:
-    if sys.byteorder == "big":
-        values.byteswap()  # a slice: nobody else has it
-    return values.tobytes()
-
-
-def _from_bytes(code: str, data: bytes) -> "array[Any]":
-    values = array(code)
-    values.frombytes(data)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
 
 
 def _damaged(path: Path, problem: str) -> DamagedHistoryError:

@@ -1,11 +1,19 @@
 """The callback to derive from and the list a Trainer holds."""
 
+import copy
 import inspect
+import pickle
 
 import pytest
 
 from drivetrain.core.event import OCCASIONAL_HOOKS, SPELLINGS
-from drivetrain.train.callbacks import CallbackHandler, PrintProgressCallback, TrainerCallback
+from drivetrain.train.callbacks import (
+    CallbackHandler,
+    EarlyStoppingCallback,
+    ModelEmaCallback,
+    PrintProgressCallback,
+    TrainerCallback,
+)
 from tests.train.tasks import make_trainer, train
 
 
@@ -141,3 +149,11 @@ def test_the_default_callbacks_only_do_what_they_declare():
     from tests.train.tasks import make_data
 
     train(make_trainer(callbacks=DEFAULT_CALLBACKS, strict=True), eval_dataset=make_data(8))
+
+
+def test_a_copy_of_a_handler_is_independent_of_the_trainer():
+    trainer = make_trainer(callbacks=[EarlyStoppingCallback(), ModelEmaCallback()])
+    copied = copy.deepcopy(trainer.callback_handler)
+    copied.clear_callbacks()
+    assert len(trainer.callback_handler) == len(list(trainer.state.callbacks)) == 2
+    assert pickle.loads(pickle.dumps(trainer.callback_handler)).callback_list == trainer.callback_handler.callback_list

@@ -284,3 +284,15 @@ def test_a_missing_initial_checkpoint_is_an_error(tmp_path):
     callback = WSDCheckpointCallback(tmp_path, initial_checkpoint=tmp_path / "none.pt")
     with pytest.raises(FileNotFoundError, match=r"none\.pt"):
         train(make_trainer(callbacks=[callback]), create_scheduler_fn=wsd())
+
+
+def test_an_optimizer_that_does_not_fit_leaves_the_model_alone(tmp_path):
+    make_trainer().save_checkpoint(tmp_path / "a.pt")
+    model = make_model()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    groups = [{"params": model[0].parameters()}, {"params": model[3].parameters()}]
+    trainer = make_trainer(model, optimizer=torch.optim.SGD(groups, lr=0.1))
+    with pytest.raises(ValueError, match=r"groups have \[4\] parameters.*\[2, 2\]"):
+        trainer.load_checkpoint(tmp_path / "a.pt")
+    assert not model[0].weight.any()

@@ -209,13 +209,16 @@ class CallbackHandler:
 
     def watch(self, on_change: OnChange | None) -> None:
         """Call a function whenever the callbacks change. The object of a bound method is not kept alive."""
-        self._on_change: Callable[[], OnChange | None] = lambda: on_change
-        if on_change is not None and inspect.ismethod(on_change):
-            self._on_change = weakref.WeakMethod(on_change)
+        self._on_change = weakref.WeakMethod(on_change) if inspect.ismethod(on_change) else on_change
 
     def _changed(self) -> None:
-        if (on_change := self._on_change()) is not None:
+        on_change = self._on_change() if isinstance(self._on_change, weakref.WeakMethod) else self._on_change
+        if on_change is not None:
             on_change(tuple(self))
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return what a copy needs. Only this handler tells its Trainer of changes."""
+        return {**vars(self), "_on_change": None}
 
 
 def is_fresh_run(trainer: "Trainer") -> bool:
