@@ -408,6 +408,23 @@ def test_a_plain_loader_keeps_the_samplers_it_was_given():
     assert sorted(row for batch in plain(shuffled_part) for row in batch[0]) == [0, 1, 2]
 
 
+def test_tensors_and_indices_that_were_replaced_are_read_from_the_next_epoch_on():
+    data = TensorDataset(torch.arange(4))
+    part, columns = Subset(data, [0, 1]), {"x": torch.arange(3)}
+    loaders = [SmartDataLoader(one, batch_size=8) for one in (data, part, columns)]
+    assert [plain(loader) for loader in loaders[:2]] == [[[[0, 1, 2, 3]]], [[[0, 1]]]]
+    part.indices.append(3)
+    assert plain(loaders[1]) == [[[0, 1, 3]]] and loaders[1].state_dict()["length"] == 3
+    part.indices = []
+    assert plain(loaders[1]) == []
+    data.tensors, columns["x"] = (torch.arange(10, 15),), torch.arange(5, 7)
+    assert plain(loaders[0]) == [[[10, 11, 12, 13, 14]]] == plain(DataLoader(data, batch_size=8))
+    assert [batch["x"].tolist() for batch in loaders[2]] == [[5, 6]]
+    sampled = SmartDataLoader(data, sampler=SequentialSampler(data), batch_size=8)
+    data.tensors = (torch.arange(7),)
+    assert plain(sampled) == [[[0, 1, 2, 3, 4, 5, 6]]]
+
+
 def test_numbers_of_numpy_are_whole_numbers():
     loader = SmartDataLoader(DATA, shuffle=True, random_seed=np.int64(3), global_batch_size=np.int64(4))
     next(iter(loader))

@@ -54,6 +54,15 @@ class Columns:
         """Memory of the rows that are used."""
         return sum(leaf[:1].nbytes * self.length for leaf in self.leaves)
 
+    def reads_as(self, other: "Columns") -> bool:
+        """Return whether both read the same rows of the same memory."""
+        mine, others = (
+            [(leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype) for leaf in one.leaves] for one in (self, other)
+        )
+        if self.subset is None or other.subset is None:
+            return mine == others and self.subset is other.subset
+        return mine == others and torch.equal(self.subset, other.subset)
+
     def gathers(self, pinned: bool = False) -> tuple[Gather, Gather]:
         """Return two functions that make a batch: of the rows that a tensor names, and of neighbouring rows, given as a range.
 
@@ -79,7 +88,7 @@ def find_columns(dataset: object) -> Columns | None:
     """Return the tensors a dataset consists of, or None if it must be read through its own methods."""
     if type(dataset) is Subset:
         base = find_columns(dataset.dataset)
-        if base is None or base.device.type != "cpu" or len(dataset.indices) == 0:
+        if base is None or base.device.type != "cpu":
             return None
         subset = torch.as_tensor(dataset.indices, dtype=torch.int64)
         subset = torch.where(subset < 0, subset + base.length, subset)

@@ -22,7 +22,7 @@ from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import DistributedError, DrivetrainWarning, ParameterError, ResumeError
 from drivetrain.core.types import Batch, StateDict
 from drivetrain.data import source, stream
-from drivetrain.data.columns import Columns, resident_columns
+from drivetrain.data.columns import Columns, find_columns, resident_columns
 from drivetrain.data.fetch import GatherFetch, UserFetch
 from drivetrain.data.order import (
     BatchInfo,
@@ -30,6 +30,7 @@ from drivetrain.data.order import (
     Pairs,
     RankShare,
     SampleOrder,
+    SamplerOrder,
     load_sampler_state,
     num_sliced_batches,
     sampler_state,
@@ -209,6 +210,7 @@ class SmartDataLoader(DataLoader[T_co]):
     # ------------------------------------------------------------------ iteration
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]
+        self._look_again()
         share = self._share()
         draws = self._draws_random or getattr(self._order, "shuffle", True)
         if draws and not self._seed_agrees and get_num_processes() > 1:
@@ -228,6 +230,23 @@ class SmartDataLoader(DataLoader[T_co]):
                 total = None
             batches = with_bar(batches, cursor.start // share.whole, total, self.name or f"epoch {cursor.epoch}")
         return batches  # type: ignore[return-value]  # only the dataset knows what a batch is
+
+    def _look_again(self) -> None:
+        """Read what a dataset of tensors holds now: they, or the indices of a subset, may have been replaced since the last epoch."""
+        columns = self.columns
+        if columns is None:
+            return
+        found = find_columns(self.dataset)
+        if found is None:
+            raise ParameterError(
+                f"dataset: the {type(self.dataset).__name__} held tensors when the loader was made, and does not now. Make a new loader."
+            )
+        if not found.reads_as(columns):
+            self._fetch, self._placed, self._length = GatherFetch(found), None, len(found)
+            if isinstance(self._order, IndexOrder):
+                self._order.data = found
+            elif isinstance(self._order, SamplerOrder):
+                self._order.rows = len(found)
 
     def _open(self, cursor: Cursor, share: RankShare) -> Iterator[Batch]:
         """Return the batches from a position on: read, brought to the device, and published one by one."""
