@@ -49,6 +49,15 @@ def test_one_process_follows_the_plain_curve_to_the_bit():
         torch.testing.assert_close(parameters[name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("plan", [["cpu_offload"], [("half", "bf16")]])
+def test_the_state_of_copies_has_the_names_of_the_parameters(plan):
+    """A pipeline takes its part of a state by them."""
+    groups = accelerated(plan).context.state_dict()["optimizer"]["param_groups"]
+    assert (
+        groups[0]["param_names"] == accelerated([]).context.state_dict()["optimizer"]["param_groups"][0]["param_names"]
+    )
+
+
 @pytest.mark.parametrize("other", [OFFLOAD, ["fused_optimizer"]])
 def test_a_state_goes_on_with_and_without_offloading(other):
     whole = accelerated(OFFLOAD)

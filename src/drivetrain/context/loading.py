@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from drivetrain.context.containers import DataclassKind, DictKind, ListKind, NamedTupleKind, SetKind, TupleKind
 from drivetrain.context.kinds import ItemHolder, Kind, Restore, keep
@@ -356,12 +357,17 @@ def holds_state(item: object) -> bool:
 
 
 def parameter_names(root: object) -> Names:
-    """Return the name of every parameter in the modules of a Context, and of trained tensors that are items themselves."""
+    """Return the name of every parameter in the modules of a Context, of the copies that optimizers train instead, and of trained tensors
+    that are items themselves.
+    """
     names: dict[int, str] = {}
+    copies: list[tuple[Tensor, Tensor]] = []
     for path, kind, item in walk(root):
         if kind is MODULE_KIND:
             for name, parameter in named_clean_parameters(item):
                 names.setdefault(id(parameter), join_path(path, name))
         elif isinstance(item, Tensor):
             names.setdefault(id(item), path)
-    return names
+        elif isinstance(item, Optimizer):
+            copies += getattr(item, "_served", ())
+    return names | {id(copy): names[id(parameter)] for parameter, copy in copies if id(parameter) in names}
