@@ -125,6 +125,13 @@ def combine(bias: Tensor, mask: Tensor | None, is_causal: bool = False) -> Tenso
     return bias + mask
 
 
+def added_mask(mask: Tensor, like: Tensor) -> Tensor:
+    """Return what a mask of torch's multi-head attention, in which True means "ignore", adds to the scores."""
+    if mask.dtype is not torch.bool:
+        return mask.to(like.dtype)
+    return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill(mask, float("-inf"))
+
+
 class AttentionCalls(TorchFunctionMode):
     """Passes every call of scaled dot-product attention to a function, with its arguments by name."""
 
@@ -182,12 +189,10 @@ class BiasedMultihead(GeneratedClass):
         rows = query.shape[1 - length_dim] if is_batched else 1
         queries, keys = query.shape[length_dim], key.shape[length_dim]
         bias = getattr(self, ATTRIBUTE)(queries, keys, query.dtype).expand(rows, self.num_heads, queries, keys)
-        # In a mask of torch's multi-head attention True means "ignore".
-        mask = ~attn_mask if attn_mask is not None and attn_mask.dtype is torch.bool else attn_mask
+        mask = None if attn_mask is None else added_mask(attn_mask, query)
         combined = combine(bias.reshape(-1, queries, keys), mask, is_causal and attn_mask is None)
-        if key_padding_mask is not None and key_padding_mask.dtype is torch.bool:
-            zeros = torch.zeros(key_padding_mask.shape, dtype=query.dtype, device=query.device)
-            key_padding_mask = zeros.masked_fill(key_padding_mask, float("-inf"))
+        if key_padding_mask is not None:
+            key_padding_mask = added_mask(key_padding_mask, query)
         return super().forward(  # type: ignore[misc]
             query, key, value, key_padding_mask, need_weights, combined, average_attn_weights
         )

@@ -161,8 +161,9 @@ class AveragedWeights:
         for name, tensor in live.items():
             shadow = self._shadow.get(name)
             if shadow is None or shadow.shape != tensor.shape:
-                if _is_averaged(tensor):
-                    self._shadow[name] = _new_shadow(tensor)
+                if tensor.requires_grad or not isinstance(tensor, nn.Parameter):
+                    copy = tensor.detach().clone()
+                    self._shadow[name] = copy.float() if copy.dtype in _LOW_PRECISION else copy
             elif is_dtensor(tensor) is not is_dtensor(shadow):
                 self._shadow[name] = fit_tensor(shadow, tensor)
 
@@ -245,20 +246,10 @@ class _Plan:
         )
 
 
-def _is_averaged(tensor: Tensor) -> bool:
-    """Return whether a tensor belongs into the shadow: buffers, and parameters that are trained."""
-    return tensor.requires_grad or not isinstance(tensor, nn.Parameter)
-
-
 def _has_mean(tensor: Tensor) -> bool:
     """Return whether a tensor holds numbers that can be averaged; counters, sparse and 8-bit buffers cannot."""
     is_number = tensor.is_complex() or (tensor.is_floating_point() and tensor.element_size() > 1)
     return is_number and tensor.layout is torch.strided
-
-
-def _new_shadow(tensor: Tensor) -> Tensor:
-    copy = tensor.detach().clone()
-    return copy.float() if copy.dtype in _LOW_PRECISION else copy
 
 
 def _chunks(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:

@@ -23,6 +23,7 @@ from drivetrain.module.chunked_loss import SoftmaxStep, linear_cross_entropy, lo
 from drivetrain.module.probing import call_on_fake_tensors
 from drivetrain.module.wrapping import GeneratedClass, add_mixin
 
+_LOOKS = ("ndim", "dim", "size", "numel", "is_floating_point")
 _CASTS = ("float", "double", "to", "type_as", "contiguous", "clone")
 _RESHAPES = ("flatten", "view", "reshape", "unflatten", "squeeze", "unsqueeze")
 
@@ -68,24 +69,16 @@ class DeferredLogits:
     def device(self) -> torch.device:
         return self._hidden.device
 
-    @property
-    def ndim(self) -> int:
-        return self._hidden.ndim
-
-    def dim(self) -> int:
-        return self.ndim
-
-    def size(self, dim: int | None = None) -> object:
-        return self.shape if dim is None else self.shape[dim]
-
     def __len__(self) -> int:
         return self.shape[0]
 
     # What changes rows, not classes.
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in _LOOKS:
+            return getattr(torch.empty(self.shape, dtype=self.dtype, device="meta"), name)
         if name in _CASTS or name in _RESHAPES:
             return lambda *args, **kwargs: self._moved(name, args, kwargs)
         return getattr(self._computed(name), name)

@@ -6,7 +6,6 @@ rotate between ranks while queries stay; torch's own implementation, on CUDA. Ca
 while a block runs, so any model that uses it is supported.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.module.attention import added_mask
 from drivetrain.module.wrapping import GeneratedClass, add_mixin
 
 
@@ -190,19 +190,13 @@ def _one_mask(
     """Return what is added to the scores, and whether they are causal; in torch's masks True means "ignore"."""
     if is_causal and mask is not None and padding is None:
         return None, True  # torch promises that the mask is the causal one
-    scores = None if mask is None else _added(mask, query)
+    scores = None if mask is None else added_mask(mask, query)
     if scores is not None and scores.ndim == 3:
         scores = scores.unflatten(0, (-1, module.num_heads))
     if padding is not None:
-        ignored = _added(padding, query)[:, None, None, :]
+        ignored = added_mask(padding, query)[:, None, None, :]
         scores = ignored if scores is None else scores + ignored
     return scores, False
-
-
-def _added(mask: Tensor, like: Tensor) -> Tensor:
-    if mask.dtype is not torch.bool:
-        return mask.to(like.dtype)
-    return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill(mask, -math.inf)
 
 
 class RingAttention:
