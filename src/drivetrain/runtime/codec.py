@@ -180,9 +180,12 @@ class JsonPacker(Packer):
         if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
             return self.entries(value, path)
         if kind is OrderedDict:
-            metadata = getattr(value, "_metadata", None)  # a module's state: version numbers of its parts
-            extra = {} if metadata is None else {"metadata": self.pack(metadata, join_path(path, "_metadata"))}
-            return {"$ordered": self.pairs(value, path), **extra}
+            packed: StateDict = {"$ordered": self.pairs(value, path)}
+            if (
+                metadata := getattr(value, "_metadata", None)
+            ) is not None:  # a module's state: version numbers of its parts
+                packed["metadata"] = self.pack(metadata, join_path(path, "_metadata"))
+            return packed
         if coder := coders.JSON_CODERS.get(kind):
             return {f"${coder.tag}": coder.pack(value, self, path)}
         raise CheckpointError(

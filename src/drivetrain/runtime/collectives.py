@@ -6,16 +6,16 @@ Plain values are sent as text in the codec's JSON form. An object of another cla
 what a user's program sends) is pickled, because only its class can rebuild it; all ranks run the same program.
 """
 
+import io
 import json
 import pickle
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.core.containers import map_items
 from drivetrain.core.errors import CheckpointError, DistributedError
 from drivetrain.core.types import StateDict
 from drivetrain.runtime.codec import JsonPacker, JsonUnpacker
@@ -31,14 +31,7 @@ T = TypeVar("T")
 _made: tuple[object, dict[Hashable, object]] | None = None
 """The default group and the groups and meshes that were made in it."""
 _SLOT = "$slot"
-
-
-class _TensorSlot(NamedTuple):
-    """Where a tensor was in a value, and what it takes to receive it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
+"""The place of a tensor in a message."""
 
 
 def control_group() -> dist.ProcessGroup | None:
@@ -130,7 +123,7 @@ def broadcast_from_master(value: object) -> Any:
     if group is None:
         return value
     tensors: list[Tensor] = []
-    message = _encoded(value, lambda item: _take_tensors(item, tensors)) if get_rank() == 0 else b""
+    message = _encoded(value, tensors) if get_rank() == 0 else b""
     message = _broadcast_bytes(message, group)
     if message[0] == _UNSENDABLE:
         raise DistributedError(f"broadcast_from_master cannot send a {message[1:].decode()}")
@@ -138,7 +131,7 @@ def broadcast_from_master(value: object) -> Any:
         for tensor in tensors:
             _broadcast_tensor(tensor)
         return value
-    return _put_tensors(_decoded(message))
+    return _decoded(message)
 
 
 def gather_rows(tensor: Tensor) -> Tensor:
@@ -207,34 +200,17 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
-def _take_tensors(value: object, found: list[Tensor]) -> object:
-    """Return `value` with a slot in place of each tensor, and collect the tensors in order."""
-    if isinstance(value, Tensor):
-        if value.layout is not torch.strided or value.is_quantized or value.is_meta or hasattr(value, "full_tensor"):
-            way_out = "call to_dense(), dequantize(), or full_tensor() for a sharded one"
-            raise TypeError(f"only dense tensors with values can be sent; {way_out}")
-        found.append(value)
-        return _TensorSlot(tuple(value.shape), value.dtype, value.device.type)
-    return map_items(value, lambda item: _take_tensors(item, found))
-
-
-def _put_tensors(value: object) -> object:
-    """Return `value` with each slot replaced by the tensor that is received for it."""
-    if isinstance(value, _TensorSlot):
-        # Without a number, an accelerator's name means this process's current device.
-        return _broadcast_tensor(torch.empty(value.shape, dtype=value.dtype, device=value.device))
-    return map_items(value, _put_tensors)
-
-
-def _encoded(value: object, prepare: Callable[[Any], object] = lambda value: value) -> bytes:
-    """Return the prepared value as a message, or a note for all ranks that it cannot travel."""
+def _encoded(value: object, found: list[Tensor] | None = None) -> bytes:
+    """Return a value as a message, or a note for all ranks that it cannot travel; tensors are left out into `found` if that is given."""
     try:
-        prepared = prepare(value)
         try:
-            text = json.dumps(JsonPacker(_pack_slot, _reject_tensor).pack(prepared, ""))
+            text = json.dumps(JsonPacker(None, lambda tensor, path: _left_out(tensor, found)).pack(value, ""))
+            return bytes([_PLAIN]) + text.encode()
         except CheckpointError:  # not plain data
-            return bytes([_PICKLED]) + pickle.dumps(prepared)
-        return bytes([_PLAIN]) + text.encode()
+            message = io.BytesIO(bytes([_PICKLED]))
+            message.seek(1)
+            _Pickler(message, found).dump(value)
+            return message.getvalue()
     except Exception as error:  # whatever it is, the other ranks wait for a message
         advice = "Send plain values, and build the object from them on every rank."
         return bytes([_UNSENDABLE]) + f"{type(value).__name__} ({error}). {advice}".encode(errors="replace")
@@ -242,23 +218,43 @@ def _encoded(value: object, prepare: Callable[[Any], object] = lambda value: val
 
 def _decoded(message: bytes) -> Any:
     if message[0] == _PICKLED:
-        return pickle.loads(message[1:])
-    return JsonUnpacker({_SLOT: _unpack_slot}).unpack(json.loads(message[1:]))
+        return _Unpickler(io.BytesIO(message[1:])).load()
+    return JsonUnpacker({_SLOT: _received}).unpack(json.loads(message[1:]))
 
 
-def _pack_slot(value: object, path: str) -> object:
-    if type(value) is not _TensorSlot:
-        return NotImplemented
-    return {_SLOT: [list(value.shape), str(value.dtype).removeprefix("torch."), value.device]}
+class _Pickler(pickle.Pickler):
+    """Leaves tensors out into `found`, or pickles them as they are without it."""
+
+    def __init__(self, file: io.BytesIO, found: list[Tensor] | None):
+        super().__init__(file)
+        self._found = found
+        if found is not None:
+            found.clear()
+
+    def persistent_id(self, value: object) -> StateDict | None:
+        return _left_out(value, self._found) if isinstance(value, Tensor) and self._found is not None else None
 
 
-def _unpack_slot(packed: StateDict) -> _TensorSlot:
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, packed: StateDict) -> Tensor:
+        return _received(packed)
+
+
+def _left_out(tensor: Tensor, found: list[Tensor] | None) -> StateDict:
+    """Return what it takes to receive a tensor, which travels after the message."""
+    if found is None:
+        raise CheckpointError("a tensor")  # of values that are gathered; it travels pickled
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or hasattr(tensor, "full_tensor"):
+        way_out = "call to_dense(), dequantize(), or full_tensor() for a sharded one"
+        raise TypeError(f"only dense tensors with values can be sent; {way_out}")
+    found.append(tensor)
+    return {_SLOT: [list(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.device.type]}
+
+
+def _received(packed: StateDict) -> Tensor:
     shape, dtype, device = packed[_SLOT]
-    return _TensorSlot(tuple(shape), getattr(torch, dtype), device)
-
-
-def _reject_tensor(tensor: Tensor, path: str) -> object:
-    raise CheckpointError(f"{path}: a tensor")  # of values that are gathered; it travels pickled
+    # Without a number, an accelerator's name means this process's current device.
+    return _broadcast_tensor(torch.empty(shape, dtype=getattr(torch, dtype), device=device))
 
 
 def _gather_bytes(message: bytes, group: _Group) -> list[bytes]:
