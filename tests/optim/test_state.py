@@ -177,3 +177,26 @@ def test_a_scale_that_nobody_needs_is_left_out_with_a_warning():
     state["scaler"] = {"scale": 65536.0, "growth_factor": 2.0}
     with pytest.warns(UserWarning, match="gradient scale"):
         unit.load_state_dict(state)
+
+
+@pytest.mark.parametrize(("old", "new"), [(4, 8), (4, 3), (2, 5)])
+def test_a_window_goes_on_with_another_length(old, new):
+    xs, optim = batches(8), {}
+    for length in (old, new):
+        model = EncoderDecoder()
+        optim[length] = OptimSet(ConstantLr("SGD", {"lr": 0.1}, model, accum_grad=length, grad_clip=None))
+    for number, x in enumerate(xs, start=1):
+        now = optim[old if number < old else new]
+        if number == old:
+            now.load_state_dict(optim[old].state_dict())
+        model = now["main"].model
+        now.begin_batch(number, 1)
+        now.backward(losses_of(model, x))
+        if now.step():
+            break
+    plain = EncoderDecoder()
+    loss = sum(losses_of(plain, x)["loss"] for x in xs[:number]) / number
+    for p, start, grad in zip(
+        model.parameters(), plain.parameters(), torch.autograd.grad(loss, list(plain.parameters()))
+    ):
+        torch.testing.assert_close(p, start - 0.1 * grad)

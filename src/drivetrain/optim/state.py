@@ -64,6 +64,7 @@ def _save_window(unit: "OptimScheduler") -> dict[str, object] | None:
         "position": unit._position,
         "closed": unit.closes,
         "batches": window.count,
+        "length": None if window.is_sum else window.length,
         "weight": window.items,
         "weight_everywhere": window.everywhere,
         "is_whole": not any(map(is_dtensor, grads.values())),
@@ -78,10 +79,11 @@ def _load_window(unit: "OptimScheduler", partial: Mapping[str, Any]) -> None:
     window = unit.window
     window.count, window.items = int(partial["batches"]), partial["weight"]
     window.everywhere = partial["weight_everywhere"]
+    factor = (partial.get("length") or window.length) / window.length  # each batch was divided by the length of its window
     for name, p in zip(unit.param_names, unit.params):
         grad = partial["grads"].get(name)
         if grad is not None:
-            p.grad = grad.detach().clone().to(device=p.device, dtype=p.dtype)
+            p.grad = grad.detach().to(device=p.device, dtype=p.dtype, copy=True).mul_(factor)
 
 
 def _check_names(unit: "OptimScheduler", saved: list[str]) -> None:
