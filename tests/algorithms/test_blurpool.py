@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from drivetrain.algorithms.blurpool import (
     BlurConv2d,
@@ -138,3 +139,12 @@ def test_single_images_are_blurred_like_batches():
     x = torch.randn(3, 8, 8)
     for layer in (BlurMaxPool2d(2), BlurPool2d(), BlurConv2d(3, 4, 3, 2)):
         torch.testing.assert_close(layer(x), layer(x[None])[0])
+
+
+def test_a_convolution_with_a_parametrized_weight_is_blurred_at_its_end():
+    model = nn.Sequential(parametrizations.weight_norm(nn.Conv2d(4, 3, 3, stride=2)))
+    x, kept = torch.randn(2, 4, 9, 9), [id(p) for p in model.parameters()]
+    expected = blur_2d(F.conv2d(x, model[0].weight, model[0].bias), stride=2)
+    apply_blurpool(model, blur_first=False, min_channels=1)
+    torch.testing.assert_close(model(x), expected)
+    assert [id(p) for p in model.parameters()] == kept

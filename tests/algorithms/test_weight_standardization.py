@@ -64,3 +64,10 @@ def test_a_model_that_cannot_be_traced_is_taken_as_defined():
 def test_a_negative_count_is_refused():
     with pytest.raises(ValueError, match="n_last_layers_ignore"):
         WeightStandardization(-1)
+
+
+def test_a_constant_filter_in_half_precision_is_zero():
+    conv = nn.Sequential(nn.Conv2d(2, 3, 3)).half()
+    conv[0].weight.data[0] = 0.5
+    apply_weight_standardization(conv)
+    assert conv[0].weight.dtype is torch.float16 and not conv[0].weight[0].any() and conv[0].weight.isfinite().all()

@@ -4,7 +4,6 @@ The model is changed at INIT, before it is moved, loaded or wrapped. Layers take
 an optimizer's state for them stays; a second application changes nothing.
 """
 
-import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -97,9 +96,9 @@ def check_unwrapped(model: nn.Module, who: str) -> None:
 
 def with_settings(module: M, **attributes: object) -> M:
     """Return a module of the same class that shares the given one's parameters and buffers but has other settings."""
-    twin = copy.copy(module)
-    for registry in ("_parameters", "_buffers", "_modules"):
-        twin.__dict__[registry] = dict(module.__dict__[registry])
+    twin = type(module).__new__(type(module))  # torch forbids `copy` where weights are parametrized
+    registries = {name: dict(vars(module)[name]) for name in ("_parameters", "_buffers", "_modules")}
+    vars(twin).update(vars(module), **registries)
     for name, value in attributes.items():
         setattr(twin, name, value)
     return twin

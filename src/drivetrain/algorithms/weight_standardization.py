@@ -16,8 +16,9 @@ class WeightStandardizer(nn.Module):
     """A parametrization that standardizes a kernel over all of its dimensions but the first."""
 
     def forward(self, W: Tensor) -> Tensor:
-        var, mean = torch.var_mean(W, dim=list(range(1, W.ndim)), correction=0, keepdim=True)
-        return (W - mean) / torch.sqrt(var + 1e-10)
+        wide = W.to(torch.promote_types(W.dtype, torch.float32))  # float16 has no 1e-10
+        var, mean = torch.var_mean(wide, dim=list(range(1, W.ndim)), correction=0, keepdim=True)
+        return ((wide - mean) / torch.sqrt(var + 1e-10)).to(W.dtype)
 
 
 def apply_weight_standardization(
