@@ -115,3 +115,14 @@ def test_a_long_file_is_read_row_by_row(tmp_path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert steps == 19_501 and peak < 1_000_000 < file.stat().st_size
+
+
+def test_newer_checkpoint_after_an_older_one_has_its_own_rows_again(tmp_path):
+    """Rows that the first resume superseded count again when a later resume goes on behind them."""
+    write(tmp_path, [(step, step * 1.0) for step in range(6)])
+    write(tmp_path, [(3, 30.0)], resume=Resume(step=3, lines=3))
+    assert read(tmp_path) == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
+    write(tmp_path, [(6, 99.0)], resume=Resume(step=6, lines=6))
+    assert read(tmp_path) == [*((step, step * 1.0) for step in range(6)), (6, 99.0)]
+    write(tmp_path, [(1, 7.0)], resume=Resume(step=1))
+    assert read(tmp_path) == [(0, 0.0), (1, 7.0)]

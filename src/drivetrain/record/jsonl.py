@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time as clock
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,20 +168,31 @@ def iterate_metrics(file: Path) -> Iterator[Settings]:
     """Yield the rows of a `metrics.jsonl` that no resume superseded, one at a time: a long file needs no more memory than a short one."""
     with open_to_read(file) as stream:
         size = os.fstat(stream.fileno()).st_size  # rows that are added while it is read are left out
-        resumes = [
+        resumes = valid_resumes(
             (number, row["step"], row.get("lines"))
             for number, line in _whole_lines(stream, size)
             if b'"resume"' in line and (row := parse_row(line, file, number))["kind"] == "resume"
-        ]
+        )
         stream.seek(0)
         first_line, first_step = _superseded(resumes)
         for number, line in _whole_lines(stream, size):
             row = parse_row(line, file, number)
             if row["kind"] == "resume":
-                resumes.pop(0)
+                resumes = [later for later in resumes if later[0] > number]
                 first_line, first_step = _superseded(resumes)
             elif number < first_line and row["step"] < first_step:
                 yield row
+
+
+def valid_resumes(resumes: Iterable[tuple[int, int, int | None]]) -> list[tuple[int, int, int | None]]:
+    """Return the resumes (their line and step, and the lines before them that count) without those in lines that a later one supersedes."""
+    valid: list[tuple[int, int, int | None]] = []
+    end = math.inf
+    for number, step, lines in reversed(list(resumes)):
+        if number < end:
+            valid.insert(0, (number, step, lines))
+            end = end if lines is None else min(end, lines)
+    return valid
 
 
 def _superseded(resumes: list[tuple[int, int, int | None]]) -> tuple[float, float]:
