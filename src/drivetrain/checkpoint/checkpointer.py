@@ -177,11 +177,7 @@ class Checkpointer:
         exchange = control_exchange()
         try:
             check_folder(self.directory, self._device, path.name, exchange, self._lock)
-        except WriteFailedError as error:
-            self._count_failure(error, final)
-            return path
-        self._check_finite(path, exchange)
-        try:
+            self._check_finite(path, exchange)
             snapshot = take_snapshot(
                 self.ctx,
                 exchange,

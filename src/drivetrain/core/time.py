@@ -9,11 +9,12 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
+from functools import total_ordering
 from time import perf_counter
 from typing import Any
 
 from drivetrain.core.errors import ConfigTypeError, StateError, TimeUnitError, unknown_name
-from drivetrain.core.units import Ordered, Time, TimeLike, TimeUnit, ensure_time
+from drivetrain.core.units import Time, TimeLike, TimeUnit, ensure_time
 
 __all__ = ["Clock", "Time", "TimeLike", "TimeUnit", "Timestamp", "Interval", "elapsed_duration", "ensure_time"]
 
@@ -28,8 +29,9 @@ _UNIT_FIELD: dict[TimeUnit, str] = {
 }
 
 
+@total_ordering
 @dataclass(frozen=True, eq=False)
-class Timestamp(Ordered):
+class Timestamp:
     """One moment of a run, counted in every unit; `get(unit)` returns it as a `Time`, each field is a plain number.
 
     Wall-clock fields (`*_wct`) are seconds.
@@ -114,6 +116,9 @@ class Timestamp(Ordered):
         if isinstance(other, Timestamp):
             return vars(self) == vars(other)
         return self._compared(other, operator.eq)
+
+    def __lt__(self, other: object) -> bool:
+        return self._compared(other, operator.lt)
 
     def __hash__(self) -> int:
         return hash(tuple(vars(self).values()))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
+from functools import total_ordering
 from typing import Any, Union
 
 from drivetrain.core.errors import ConfigError, ConfigTypeError, TimeUnitError, nearest_name, unknown_name
@@ -49,29 +50,9 @@ _LARGEST_EXPONENT = 18  # a count beyond 1e18 is a slip of the keyboard, and int
 TimeLike = Union["Time", str, int, float, timedelta]
 
 
-class Ordered:
-    """The order of values whose comparisons all go through `_compared`."""
-
-    __slots__ = ()
-
-    def _compared(self, other: object, how: Callable[[Any, Any], bool]) -> bool:
-        raise NotImplementedError
-
-    def __lt__(self, other: object) -> bool:
-        return self._compared(other, operator.lt)
-
-    def __le__(self, other: object) -> bool:
-        return self._compared(other, operator.le)
-
-    def __gt__(self, other: object) -> bool:
-        return self._compared(other, operator.gt)
-
-    def __ge__(self, other: object) -> bool:
-        return self._compared(other, operator.ge)
-
-
+@total_ordering
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
-class Time(Ordered):
+class Time:
     """A number of one unit; counts are whole, `dur` (a fraction of the run) and `sec` are real.
 
     >>> Time(100, "ba") * Time(0.29, "dur")
@@ -211,6 +192,9 @@ class Time(Ordered):
 
     def __eq__(self, other: object) -> bool:
         return self._compared(other, operator.eq)
+
+    def __lt__(self, other: object) -> bool:
+        return self._compared(other, operator.lt)
 
     def __add__(self, other: object) -> "Time":
         number = self._same_unit(other)
