@@ -433,3 +433,10 @@ def test_bare_module_is_tested_for_finite_weights_too(tmp_path):
         model.weight.data[0, 0] = float("nan")
         with pytest.raises(NonFiniteStateError, match="weight"):
             keeper.save(2)
+
+
+def test_number_that_was_an_id_finds_its_checkpoint(tmp_path):
+    with Checkpointer(make_context(), dir=tmp_path, signals=False) as keeper:
+        keeper.save(1)
+        keeper.save(2)
+        assert keeper.restore(1).id == "1"

@@ -15,6 +15,7 @@ from drivetrain.runtime.environment import in_launched_process
 from drivetrain.runtime.group import init_distributed
 from drivetrain.runtime.launch import WorkerFailed, launch, notebook_launcher
 from drivetrain.runtime.ranks import get_num_processes, get_rank
+from drivetrain.runtime.workers import _check_sendable
 
 forks = pytest.mark.usefixtures("can_fork")
 ROOT = Path(__file__).parents[2]
@@ -315,3 +316,12 @@ def test_notebook_function_uses_cuda_in_a_forked_worker():
     program = run_python("-c", FORKED_CUDA)
     output, errors = program.communicate(timeout=120)
     assert output.strip() == "[2.0]", errors
+
+
+@pytest.mark.parametrize("result", [lambda: 0, {"inside": (number for number in ())}])
+def test_result_that_cannot_be_sent_is_named_and_tensors_are_left_alone(result):
+    with pytest.raises(DistributedError, match=r"its result, a (function|dict), cannot be sent .*Return plain values"):
+        _check_sendable(result)
+    weight = torch.ones(2)
+    _check_sendable({"weight": weight, "module": torch.nn.Linear(1, 1)})
+    assert not weight.is_shared()

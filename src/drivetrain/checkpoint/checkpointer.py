@@ -211,7 +211,7 @@ class Checkpointer:
                 f"{self.directory}."
             )
 
-    def restore(self, which: str | Path = "auto") -> Restored | None:
+    def restore(self, which: str | int | Path = "auto") -> Restored | None:
         """Restore a saved state and continue its counters. Random states are applied last.
 
         `which`: `"auto"` (the newest valid checkpoint; None when there is none yet), `"last"` (the same, but there
@@ -380,13 +380,13 @@ class Checkpointer:
         self.last_failure = error
         logger.warning("%s The run continues (%d consecutive failures).", error, self.failures_in_a_row)
 
-    def _resolve(self, which: str | Path) -> Path:
+    def _resolve(self, which: str | int | Path) -> Path:
         if which in NEWEST:
             return self.directory
         if which == layout.BEST:
             return best_folder(self.directory)
         by_id = self.directory / f"{layout.PREFIX}{which}"
-        return by_id if isinstance(which, str) and by_id.is_dir() else Path(which)
+        return by_id if isinstance(which, str | int) and by_id.is_dir() else Path(str(which))
 
     def _load(self, state: Any, exchange: RankExchange) -> Any:
         """Load on every rank, or on none: a state that does not fit somewhere is an error everywhere."""

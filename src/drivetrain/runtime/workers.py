@@ -7,7 +7,9 @@ ends as after SIGTERM.
 """
 
 import faulthandler
+import io
 import os
+import pickle
 import signal
 import threading
 import time
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from drivetrain.core.errors import DistributedError
 from drivetrain.runtime.device import usable_cpus
 from drivetrain.runtime.environment import end_with_parent
 from drivetrain.runtime.group import destroy_group
@@ -43,6 +46,7 @@ def run_worker(function: Callable[..., object], args: tuple[object, ...], pids: 
         torch.set_num_threads(max(1, usable_cpus() // num_workers))
     try:
         result = function(*args)
+        _check_sendable(result)
     except SystemExit as stop:
         if stop.code not in (None, 0):
             _end_soon()
@@ -59,6 +63,22 @@ def run_worker(function: Callable[..., object], args: tuple[object, ...], pids: 
     destroy_group()
     announced.unlink(missing_ok=True)  # what is still here and no longer runs has failed
     return result
+
+
+class _Probe(pickle.Pickler):
+    """Pickles everything but tensors, which would move to shared memory."""
+
+    def persistent_id(self, value: object) -> str | None:
+        return "tensor" if isinstance(value, torch.Tensor) else None
+
+
+def _check_sendable(result: object) -> None:
+    """Raise here, with a traceback, if a result cannot be sent to the parent: there only an exit code would arrive."""
+    try:
+        _Probe(io.BytesIO()).dump(result)
+    except Exception as error:
+        what = f"the function has ended, but its result, a {type(result).__name__}, cannot be sent to the launching process"
+        raise DistributedError(f"{what} ({error}). Return plain values or tensors.") from error
 
 
 def report_failure(error: BaseException, is_asked_to_end: Callable[[], bool]) -> None:
