@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from drivetrain.strategy import plan_check
-from drivetrain.strategy.dry_run import verify_plan
+from drivetrain.strategy.dry_run import follow_task, verify_plan
 from drivetrain.strategy.method import Method, Stage
 from drivetrain.strategy.registry import register_method
 from drivetrain.strategy.resolve import resolve_plan
@@ -116,6 +116,21 @@ def test_a_loss_that_is_not_a_mean_over_samples_is_reported_with_its_error():
     assert outcome.failure is None and "not a mean over samples" in outcome.notes[-1]
     outcome = verify_plan(Strategy([("micro_batch", 4)]), make_task(), device=CPU)
     assert outcome.failure is None and "not a mean" not in outcome.notes[-1]
+
+
+def test_losses_of_parts_with_different_numbers_of_labels_are_joined_by_them():
+    """The two halves of the batch are the same, so that only its smaller parts show that the loss is no mean over samples."""
+    task = make_task(
+        loss=lambda batch, logits: nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    )
+    for name, values in task.samples.items():
+        values[4:] = values[:4]
+        if name == "labels":
+            values[[0, 4], 1:] = -100
+    followed = follow_task(task)
+    assert followed.items.kind == "labels"
+    outcome = verify_plan(Strategy([("micro_batch", 1)]), followed, device=CPU)
+    assert outcome.failure is None, outcome.failure
 
 
 def test_samples_are_split_as_the_plan_splits_them():

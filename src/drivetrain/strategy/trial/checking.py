@@ -51,9 +51,8 @@ TOLERANCES = {"exact": 2e-3, "tf32": 2e-2, "mixed": 0.15, "low": 0.25}
 _SEED = 0
 NOT_EXACT = "not exact:"
 """Begins a note that the user is warned with: the plan is right, and divides a loss that cannot be divided exactly."""
-NOT_A_MEAN = 1e-3
-"""Where the loss of a batch differs by more than this from the mean of the losses of its halves, it is not a mean over samples."""
 _ROUNDING = 1e-5
+"""Where the loss of a batch differs by more than this from the mean of the losses of its halves, it is not a mean over samples."""
 _PARTS = 8.0
 """How much further than two halves the parts of a plan may be from the whole, for a loss that cannot be divided exactly."""
 
@@ -97,7 +96,9 @@ class Measured:
     is_scaled: bool = False
     """Whether gradients were scaled for float16, so that the first ones may overflow."""
     is_counted: bool = False
-    """Whether it is known how much the losses of parts of a batch count, so that any loss must come out exactly."""
+    """Whether it is known how much the losses of parts of a batch count, so that any gradient must come out exactly."""
+    is_whole: bool = False
+    """Whether the losses of parts were joined to that of the whole batch by what they are means over."""
 
 
 def plain_number(value: Tensor) -> float:
@@ -241,7 +242,8 @@ def planned_step(
     """
     stepping = ctx.stepping
     length, rank = stepping.window.length, data_rank()
-    losses = []
+    is_counted = ctx.count_items is not None or ctx.items.kind != "unknown"
+    total = items = 0.0
     with comparing(ctx.model, quiet=quiet):
         if training:
             ctx.model.train()
@@ -251,7 +253,9 @@ def planned_step(
             for index in range(length):
                 set_seed(_SEED)
                 rows = share.rows_of(index * (share.parts // length) + rank) * repeats
-                losses.append(plain_number(_backward(ctx, take_rows(batch, share.samples, rows), call)))
+                inputs = ctx.prepared(take_rows(batch, share.samples, rows))
+                amount = float(stepping.amount(stepping.items_of(inputs)))
+                total, items = total + amount * plain_number(_backward(ctx, inputs, call)), items + amount
                 if index < length - 1:
                     _next(ctx)
             if ctx.optimizer is not None:
@@ -262,19 +266,19 @@ def planned_step(
             movements = {} if ctx.optimizer is None else _of_all_stages(ctx, movements)
         finally:
             unwrap(ctx.model).zero_grad()
-        values = all_gather_values(sum(losses) / length)
+        totals, amounts = zip(*all_gather_values((total, items)))
     return Measured(
-        loss=sum(values) / len(values),
+        loss=sum(totals) / max(sum(amounts), 1e-9),
         norm=norm_of(gradients),
         each=PerParameter(gradients=gradients, movements=movements),
         is_scaled=ctx.scaler is not None,
-        is_counted=ctx.count_items is not None or ctx.items.kind != "unknown",
+        is_counted=is_counted,
+        is_whole=is_counted and not stepping.is_sum,
     )
 
 
-def _backward(ctx: Application, batch: Batch, call: Callable[..., Any]) -> Tensor:
+def _backward(ctx: Application, inputs: object, call: Callable[..., Any]) -> Tensor:
     """Run forward and backward of one micro-batch and return its loss."""
-    inputs = ctx.prepared(batch)
     result = ctx.stepping.loss_of(call, inputs)
     loss: Tensor = result[0] if isinstance(result, list | tuple) else result
     loss.backward()
@@ -313,8 +317,7 @@ def verdict(found: Measured, expected: Yardstick, plan: ResolvedPlan) -> tuple[O
         return "ok", f"not compared, because the loss depends on random numbers that the model draws: {numbers}"
     level = max((method.numerics for _, method, _ in plan.steps), key=LEVELS.index, default="exact")
     tolerance, allowed = TOLERANCES[level], LOSS_TOLERANCES[level] * max(1.0, abs(expected.loss))
-    # What is known of a loss makes its gradients exact, not the value that ranks see of their own parts.
-    is_comparable = expected.split_error <= (NOT_A_MEAN if found.is_counted else _ROUNDING)
+    is_comparable = found.is_whole or expected.split_error <= _ROUNDING
     if is_comparable and abs(loss - expected.loss) > allowed:
         return "wrong", f"the plan changes the loss: {numbers} (allowed {allowed:g})"
     if overflows:
@@ -357,7 +360,7 @@ def _verdict_on_others(found: Measured, numbers: str, changing: list[str]) -> tu
 def train_window(ctx: Application, batch: Batch, call: Callable[..., Any]) -> Tensor:
     """Run one update as a hand-written loop does, over the plan's micro-batches, and return the last loss."""
     for _ in range(ctx.stepping.window.length):
-        loss = _backward(ctx, batch, call)
+        loss = _backward(ctx, ctx.prepared(batch), call)
         _next(ctx)
     if ctx.optimizer is None:
         unwrap(ctx.model).zero_grad()
