@@ -66,7 +66,7 @@ def fit_optimizer(
         groups = _in_order_of(live_groups, groups, keys)
 
     def load(unfitting: Collection[str]) -> list[str]:
-        left_out = {id(p): name for p in live if (name := names.get(id(p))) in unfitting}
+        left_out = {id(p): names[id(p)] for p in live if names.get(id(p)) in unfitting}
         wanted = [None if id(p) in left_out else key for key, p in zip(keys, live)]
         _load(optimizer, saved["state"], groups, wanted, live)
         return list(left_out.values())

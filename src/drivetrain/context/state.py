@@ -17,7 +17,7 @@ from drivetrain.context.kinds import GeneratorsKind, HeldKind, Kind, PluginsKind
 from drivetrain.context.loading import LoadReport
 from drivetrain.core.plugin import Plugin
 from drivetrain.core.time import Clock, Time, TimeLike, Timestamp, TimeUnit, elapsed_duration, ensure_time
-from drivetrain.core.types import Batch, Item, StateDict
+from drivetrain.core.types import Item, StateDict
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.ranks import data_rank
@@ -53,17 +53,6 @@ class State(Context):
     _kinds: ClassVar[dict[str, Kind]] = {"algorithms": _PLUGINS, "callbacks": _PLUGINS, "generators": _GENERATORS}
     _holders = frozenset({"model", "loss_fn", "optimizers", "schedulers", "scaler", "train_dataloader"})
 
-    model: Item
-    loss_fn: Item
-    optimizers: tuple[Item, ...]
-    schedulers: tuple[Item, ...]
-    scaler: Item
-    train_dataloader: Item
-    evaluators: list[object]
-    dataset_state: Item
-    precision: Item
-    precision_config: Item
-    device_train_microbatch_size: Item
     window_batches: Item
     history: Item
     epoch_loss: Item
@@ -73,22 +62,11 @@ class State(Context):
     _rank_local: dict[str, Callable[..., object]]
     make_optimizer: Callable[..., torch.optim.Optimizer] | None
     """`make_optimizer(name, groups, **settings)`, installed by the Trainer for algorithms that bring an optimizer."""
-
-    batch: Batch
-    outputs: Batch
-    loss: Item
-    losses: Item
-    batch_output: Item
-    metric_outputs: Item
-    sample_index: Item
-    timings: Item
-    profiler: Item
-    dataloader: Item
     dataloader_label: str | None
 
     def __init__(
         self,
-        model: object = None,
+        model: Item = None,
         rank_zero_seed: int | None = None,
         run_name: str = "",
         device: torch.device | str | None = None,
@@ -100,8 +78,9 @@ class State(Context):
         dataloader_len: TimeLike | None = None,
         **items: object,
     ):
-        self.model, self.loss_fn = model, None
-        self.optimizers, self.schedulers, self.scaler = _as_tuple(optimizers), _as_tuple(schedulers), None
+        unset: Item = None  # whatever a driver or a step assigns later
+        self.model, self.loss_fn = model, unset
+        self.optimizers, self.schedulers, self.scaler = _as_tuple(optimizers), _as_tuple(schedulers), unset
         self.rank_zero_seed, self.run_name = (rank_zero_seed if seed is None else seed), run_name
         self.clock = Clock()
         self.generators: dict[str, torch.Generator] = {}
@@ -109,18 +88,19 @@ class State(Context):
         self.callbacks: list[object] = []
         self.device, self.max_duration = device, max_duration
 
-        self.train_dataloader, self.dataset_state, self.evaluators = None, None, []
+        self.train_dataloader = self.dataset_state = unset
+        self.evaluators: list[object] = []
         self.train_metrics: StateDict = {}
         self.eval_metrics: StateDict = {}
-        self.precision = self.precision_config = self.device_train_microbatch_size = None
+        self.precision = self.precision_config = self.device_train_microbatch_size = unset
         self.auto_microbatching, self.accumulation_steps = False, 1
         self.dataset_resumption: StateDict = {}
 
-        self.batch = self.outputs = self.loss = self.losses = self.batch_output = None
+        self.batch = self.outputs = self.loss = self.losses = self.batch_output = unset
         self.total_loss_dict: StateDict = {}
-        self.metric_outputs = self.sample_index = self.timings = self.profiler = self.make_optimizer = None
+        self.metric_outputs = self.sample_index = self.timings = self.profiler = unset
+        self.make_optimizer, self.dataloader, self.dataloader_label = None, unset, None
         self.step, self.is_intermediate = 0, False
-        self.dataloader = self.dataloader_label = None
         self.previous_timestamp: Timestamp | None = None
         self.eval_timestamp, self.predict_timestamp = Timestamp(), Timestamp()
         super().__init__(**items)
@@ -250,7 +230,7 @@ class State(Context):
         return self._kinds.get(name)
 
 
-def _as_tuple(value: object) -> tuple[object, ...]:
+def _as_tuple(value: object) -> tuple[Item, ...]:
     return () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
 
 

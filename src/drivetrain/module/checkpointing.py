@@ -6,14 +6,14 @@ convolutions and attention; `offload` keeps the inputs in host memory.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from drivetrain.core.arguments import check_choice, check_count
@@ -55,16 +55,16 @@ class Checkpointed(GeneratedClass):
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
-def _reentrant(run: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
+def _reentrant(run: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
     """Run torch's older mechanism, which only knows tensors that are single arguments and single results."""
-    form: Any = None
+    forms: list[TreeSpec] = []
 
     def flat(*inputs: object) -> tuple[object, ...]:
-        nonlocal form
         leaves, form = tree_flatten(run(*inputs[: len(args)], **dict(zip(kwargs, inputs[len(args) :]))))
+        forms.append(form)
         return tuple(leaves)
 
-    return tree_unflatten(checkpoint(flat, *args, *kwargs.values(), use_reentrant=True), form)
+    return tree_unflatten(checkpoint(flat, *args, *kwargs.values(), use_reentrant=True), forms[0])
 
 
 def tracking_norms(module: nn.Module) -> list[nn.modules.batchnorm._NormBase]:

@@ -74,7 +74,9 @@ class DeferredLogits:
 
     # What changes rows, not classes.
 
-    def __getattr__(self, name: str) -> Any:
+    ndim: int  # answered by `__getattr__`
+
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
         if name in _LOOKS:

@@ -81,20 +81,18 @@ def call_with_state(
     """
     own = {id(tensor): name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
     places = {
-        f"{path}.{key}".lstrip("."): state[name]
+        f"{path}.{key}".lstrip("."): state[own[id(tensor)]]
         for path, module in model.named_modules()
         for key, tensor in (*module._parameters.items(), *module._buffers.items())
-        if (name := own.get(id(tensor))) in state
+        if own.get(id(tensor)) in state
     }
     return torch.func.functional_call(model, places, args, kwargs, tie_weights=False)
 
 
 def on_fake_tensors(model: nn.Module) -> AbstractContextManager[None]:
     """Make a transformers model run on fake tensors: without its key-value cache, and with experts as plain products."""
-    wanted = {
-        "use_cache": False,
-        "_experts_implementation": "batched_mm",
-    }  # grouped products are fake in bfloat16 alone
+    # Grouped products are fake in bfloat16 alone.
+    wanted = {"use_cache": False, "_experts_implementation": "batched_mm"}
     held = [getattr(module, "config", None) for module in model.modules()]
     configs = {id(config): config for config in held if config is not None}
     pairs = product(configs.values(), wanted.items())

@@ -52,7 +52,7 @@ class Fingerprints:
     def __init__(self, size: int, rank: int):
         self.size, self.rank = size, rank
         self.calls: list[list[Tensor]] = []
-        self.shapes: list[Any] = []
+        self.shapes: list[tuple[tuple[int, ...], bool, bool]] = []
         self.dtype: torch.dtype = torch.float32
 
     def note_whole(self, call: dict[str, Any]) -> None:
@@ -87,7 +87,7 @@ class SequenceSplit:
         self.mode: Mode = "whole"
         self.notes: Fingerprints | None = None
         self.is_open = False  # whether a family's sequence is cut and not yet joined
-        self.checked: dict[Any, Mode] = {}
+        self.checked: dict[object, Mode] = {}
         """How each kind of call is run, from its one check."""
 
     def __deepcopy__(self, memo: object) -> "SequenceSplit":
@@ -256,10 +256,10 @@ def _joined(out: Any, split: SequenceSplit, length: int) -> Any:
     return tree_map_only(Tensor, joined, out)
 
 
-def _kind(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _kind(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Return what distinguishes kinds of calls: which path a model takes may depend on it."""
 
-    def describe(value: object) -> Any:
+    def describe(value: object) -> object:
         if isinstance(value, Tensor):
             return value.ndim
         if isinstance(value, dict):

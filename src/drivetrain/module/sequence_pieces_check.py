@@ -45,7 +45,7 @@ def find_pieces(model: nn.Module, styles: Mapping[str, object], size: int) -> Pi
     length = max(LENGTH, 2 * size)
     inputs = inputs_of_blocks(model, families, length)
     for family in families:
-        known: dict[Any, tuple[set[str], set[str]]] = {}
+        known: dict[object, tuple[set[str], set[str]]] = {}
         for name, block in family.named:
             own = {layer.removeprefix(f"{name}."): s for layer, s in styles.items() if layer.startswith(f"{name}.")}
             if not own:
