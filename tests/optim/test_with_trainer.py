@@ -196,3 +196,26 @@ def test_a_recipe_file_decides_about_windows_rates_and_clipping_under_the_traine
     run(second, 8, gradient_accumulation_steps=2)
     assert " ".join(first.marks) == " ".join(second.marks) == "B- BS B- BS B- BS B- BS"
     assert same(weights(by_file), weights(by_hand))
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise", "ignore"])
+def test_a_gradient_that_is_not_finite_concerns_its_own_unit_alone(nonfinite):
+    class Poisoned(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            losses = losses_of(self.model, batch[0])
+            losses["encoder_loss"] = losses["encoder_loss"] * (float("nan") if self.state.clock.batch == 1 else 1)
+            return {"loss": losses.pop("loss"), "losses": losses, "model_outputs": batch[0], "batch_size": 1}
+
+    model = EncoderDecoder()
+    parts = {name: {"optim_loss": f"{name}_loss", "updated_modules": name} for name in ("encoder", "decoder")}
+    optim = OptimSet({name: unit(model, nonfinite=nonfinite, **conf) for name, conf in parts.items()})
+    trainer = Poisoned(model, None, optim, callbacks=())
+    if nonfinite == "raise":
+        with pytest.raises(FloatingPointError, match="unit 'encoder'"):
+            run(trainer, 4)
+        return
+    run(trainer, 4)
+    is_skipped = nonfinite == "skip"
+    assert (optim["encoder"].update_count, optim["encoder"].skipped_steps) == (4 - is_skipped, int(is_skipped))
+    assert (optim["decoder"].update_count, optim["decoder"].skipped_steps) == (4, 0)
+    assert model.encoder.weight.isnan().any() != is_skipped

@@ -79,7 +79,9 @@ def _load_window(unit: "OptimScheduler", partial: Mapping[str, Any]) -> None:
     window = unit.window
     window.count, window.items = int(partial["batches"]), partial["weight"]
     window.everywhere = partial["weight_everywhere"]
-    factor = (partial.get("length") or window.length) / window.length  # each batch was divided by the length of its window
+    factor = (
+        partial.get("length") or window.length
+    ) / window.length  # each batch was divided by the length of its window
     for name, p in zip(unit.param_names, unit.params):
         grad = partial["grads"].get(name)
         if grad is not None:
