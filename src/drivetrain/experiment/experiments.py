@@ -8,7 +8,8 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -38,6 +39,18 @@ T = TypeVar("T")
 
 MEMO = "__drivetrain_parameters__"
 """Function attribute in which decorators below `@experiment` store their parameters."""
+
+
+@contextmanager
+def _explained(usage: str, exit_on_error: bool) -> Iterator[None]:
+    """Explain a bad command line and end the program with status 2, unless the caller wants the error."""
+    try:
+        yield
+    except ParameterError as error:
+        if not exit_on_error:
+            raise
+        print_error(error, usage)
+        raise SystemExit(BAD_INPUT) from None
 
 
 class _WithParameters:
@@ -158,13 +171,8 @@ class Experiment(_WithParameters):
         """Run with the options of a command line; a bad one is explained and ends the program with status 2."""
         program = program or program_name()
         print_any_text()
-        try:
+        with _explained(usage_line(program), exit_on_error):
             found = self._read_command(sys.argv[1:] if argv is None else argv, program)
-        except ParameterError as error:
-            if not exit_on_error:
-                raise
-            print_error(error, usage_line(program))
-            raise SystemExit(BAD_INPUT) from None
         if found is not None:
             line = None if argv is None else [program, *map(str, argv)]
             return self._start(found[0], force=found[1], argv=line)
@@ -242,18 +250,13 @@ class ExperimentGroup(_WithParameters):
         program = program or program_name()
         print_any_text()
         arguments = [str(word) for word in (sys.argv[1:] if argv is None else argv)]
-        try:
-            if arguments and arguments[0] in ("-h", "--help"):
-                print(self.help(program))
-                if exit_on_error:
-                    raise SystemExit(0)
-                return None
+        if arguments and arguments[0] in ("-h", "--help"):
+            print(self.help(program))
+            if exit_on_error:
+                raise SystemExit(0)
+            return None
+        with _explained(f"Usage: {program} EXPERIMENT [--option VALUE ...]", exit_on_error):
             chosen = self._find(arguments[0] if arguments else None)
-        except ParameterError as error:
-            if not exit_on_error:
-                raise
-            print_error(error, f"Usage: {program} EXPERIMENT [--option VALUE ...]")
-            raise SystemExit(BAD_INPUT) from None
         return chosen.cli(arguments[1:], exit_on_error, program=f"{program} {chosen.name}")
 
     def help(self, program: str | None = None) -> str:

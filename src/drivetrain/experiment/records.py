@@ -209,7 +209,7 @@ def run_folders(place: Path, depth: int = 4, is_wanted: Callable[[Path], bool] =
         yield place
     elif depth > 0 and not is_run(place):
         entries = list[Path]()
-        with suppress(OSError):
+        with suppress(PermissionError, FileNotFoundError, NotADirectoryError):
             entries = sorted(place.iterdir())
         for entry in entries:
             if is_real_folder(entry) and not entry.name.startswith("."):

@@ -106,7 +106,8 @@ def run_experiment(
     record = start.beginning.record
     if record is not None and start.beginning.is_finished:
         if _rank() == 0:
-            print(printable(f"already finished: {record.folder}"))
+            lossy = " (what it returned is stored as text)" if record.status.get("result_is_complete") is False else ""
+            print(printable(f"already finished: {record.folder}{lossy}"))
         result = record.result
     else:
         result = _run_in(experiment, start, lock, argv=argv, trial=trial)
@@ -363,7 +364,7 @@ def _ending_of(error: BaseException, run: ExperimentRun) -> Ending:
     if isinstance(error, KeyboardInterrupt):
         return Ending(error=error, state="interrupted", exit_code=128 + signal.SIGINT)
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-    stopped = run.interrupted or code in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+    stopped = run.interrupted or code in processes.STOP_STATUSES
     return Ending(error=error, state="interrupted" if stopped else "failed", exit_code=code)
 
 

@@ -20,7 +20,7 @@ from drivetrain.core.errors import StateError
 from drivetrain.core.files import open_to_read
 from drivetrain.experiment.directions import direction_of
 from drivetrain.experiment.run_folder import read_json, write_text
-from drivetrain.record.jsonl import parse_row
+from drivetrain.record.jsonl import parse_row, valid_resumes
 
 FILE_NAME = "metrics.summary.json"
 SCHEMA = 1
@@ -129,14 +129,6 @@ class MetricsSummary:
             self.metric(tags[raw]).extend(steps, values)
         return True
 
-    def advance(self, num_lines: int, num_bytes: int) -> None:
-        """Count what was read."""
-        self.lines, self.end = self.lines + num_lines, self.end + num_bytes
-
-    def finish(self, tail: int, facts: os.stat_result) -> None:
-        """Note the state of the file that was read."""
-        self.tail, self.size, self.modified = tail, facts.st_size, facts.st_mtime_ns
-
 
 Summary = TypeVar("Summary", bound=MetricsSummary)
 
@@ -162,16 +154,16 @@ def read_added(known: Summary, file: Path) -> Summary:
             return known
         grew = known.size < facts.st_size and _tail(stream, known.end) == known.tail
         summary = _extended(known if grew else type(known)(), stream, facts.st_size, file)
-        summary.finish(_tail(stream, summary.end), facts)
+        summary.tail, summary.size, summary.modified = _tail(stream, summary.end), facts.st_size, facts.st_mtime_ns
     return summary
 
 
 def _extended(summary: Summary, stream: BinaryIO, size: int, file: Path) -> Summary:
     """Add the rows after what the summary has; a resume that supersedes rows it has makes it begin again."""
-    resumes = list(_resumes(stream, summary, size, file))
+    resumes = valid_resumes(_resumes(stream, summary, size, file))
     if any(lines is None or lines < summary.lines for _, _, lines in resumes):
         summary = type(summary)()
-        resumes = list(_resumes(stream, summary, size, file))
+        resumes = valid_resumes(_resumes(stream, summary, size, file))
     for number, block in _blocks(stream, summary, size):
         found = [] if resumes else ROW.findall(block)
         num_lines = block.count(b"\n")
@@ -179,12 +171,13 @@ def _extended(summary: Summary, stream: BinaryIO, size: int, file: Path) -> Summ
             for place, line in enumerate(block[:-1].split(b"\n"), start=number):
                 row = parse_row(line, file, place)
                 if row["kind"] == "resume":
-                    resumes.pop(0)
+                    resumes = [later for later in resumes if later[0] > place]
                 elif not any(
                     row["step"] >= step if lines is None else place >= lines for _, step, lines in resumes
                 ):  # else it was recorded again after that resume
                     summary.add_row(row)
-        summary.advance(num_lines, len(block))
+        summary.lines += num_lines
+        summary.end += len(block)
     return summary
 
 

@@ -120,23 +120,9 @@ def _sorted(lines: list[RunLine], name: str) -> list[RunLine]:
 
 
 def _as_data(line: RunLine, place: int, varied: dict[str, list[object]]) -> Settings:
-    objective, record = line.objective(), line.record
-    return {
-        "id": line.id,
-        "state": record.state,
-        "experiment": record.experiment,
-        "started": record.started,
-        "age": line.age,
-        "steps": record.status.get("step"),
-        "metric": objective and objective.tag,
-        "last": objective and objective.last,
-        "best": objective and objective.best,
-        "seconds": record.status.get("seconds"),
-        "parameters": {name: values[place] for name, values in varied.items()},
-        "tags": list(line.tags),
-        "note": line.note,
-        "folder": str(record.folder),
-    }
+    objective = line.objective()
+    parameters = {name: values[place] for name, values in varied.items()}
+    return line.facts() | {"metric": objective and objective.tag, "parameters": parameters, "tags": list(line.tags)}
 
 
 def _print_lines(lines: list[RunLine]) -> None:

@@ -8,6 +8,7 @@ import argparse
 import functools
 import os
 import stat
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,15 +71,12 @@ def _resume_sweep(folder: Path, arguments: argparse.Namespace) -> int:
             f"the sweep {folder} has no trial yet that names its program. Start it again with `drivetrain sweep ...`."
         )
     experiment = _trusted_experiment(record, arguments)
-    given = {}
-    for change in arguments.set:
-        name, _, text = change.partition("=")
-        name = name.strip().replace("-", "_")
+    given = dict(_changes(experiment, arguments))
+    for name in given:
         if name not in experiment.parameters.secrets:
             raise ParameterError(
-                f"--set {change}: a sweep resumes with its own parameters. Only secrets, which it does not store, can be set."
+                f"--set {name}=...: a sweep resumes with its own parameters. Only secrets, which it does not store, can be set."
             )
-        given[name] = text
     return run_sweep(functools.partial(continue_sweep, experiment, folder, params=given), arguments.json)
 
 
@@ -109,20 +107,28 @@ def _trusted_experiment(record: RunRecord, arguments: argparse.Namespace) -> "Ex
         ) from error
 
 
-def _resolved(experiment: "Experiment", record: RunRecord, arguments: argparse.Namespace) -> "Resolved":
-    from drivetrain.experiment.resolve import Given, resolve, unknown_parameter
+def _changes(experiment: "Experiment", arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Yield name and text of each --set."""
+    from drivetrain.experiment.resolve import unknown_parameter
 
-    given = {}
-    for name in KEPT:
-        parameter, value = experiment.parameters.get(name), record.parameters.get(name)
-        if parameter is not None and value not in (None, parameter.default):
-            given[name] = Given(value, "run")
     for change in arguments.set:
         name, separator, text = change.partition("=")
         name = name.strip().replace("-", "_")
         if not separator or name not in experiment.parameters:
             problem = "expected NAME=VALUE" if not separator else unknown_parameter(name, experiment.parameters)
             raise ParameterError(f"--set {change}: {problem}")
+        yield name, text
+
+
+def _resolved(experiment: "Experiment", record: RunRecord, arguments: argparse.Namespace) -> "Resolved":
+    from drivetrain.experiment.resolve import Given, resolve
+
+    given = {}
+    for name in KEPT:
+        parameter, value = experiment.parameters.get(name), record.parameters.get(name)
+        if parameter is not None and value not in (None, parameter.default):
+            given[name] = Given(value, "run")
+    for name, text in _changes(experiment, arguments):
         multiple = experiment.parameters[name].multiple
         given[name] = Given(split_values(text) if multiple else text, "cli", is_text=True)
     given["resume"] = Given(str(locate(arguments.run)), "cli", is_text=True)

@@ -131,28 +131,34 @@ class RunLine:
         """Return the parameters that can make a difference."""
         return telling_settings(self.record)
 
-    def values(self) -> Settings:
-        """Return what conditions and `--sort` can name: parameters, last values of metrics, results, and what `ls` shows."""
+    def facts(self) -> Settings:
+        """Return what `ls` shows of every run."""
         record, objective = self.record, self.objective()
-        shown = {
+        return {
             "id": self.id,
-            "name": record.folder.name,
-            "folder": str(record.folder),
             "state": record.state,
-            "status": record.state,
             "experiment": record.experiment,
-            "age": self.age,
             "started": record.started,
+            "age": self.age,
             "steps": record.status.get("step"),
-            "seconds": record.status.get("seconds"),
             "last": objective and objective.last,
             "best": objective and objective.best,
-            "tag": list(self.tags),
+            "seconds": record.status.get("seconds"),
             "note": self.note,
+            "folder": str(record.folder),
+        }
+
+    def values(self) -> Settings:
+        """Return what conditions and `--sort` can name: parameters, last values of metrics, results, and what `ls` shows."""
+        record = self.record
+        more = {
+            "name": record.folder.name,
+            "status": record.state,
+            "tag": list(self.tags),
             "seed": record.manifest.get("seed"),
         }
         metrics = {tag: own.last for tag, own in self.summary.tags.items()}
-        return shown | self.results | metrics | record.settings
+        return self.facts() | more | self.results | metrics | record.settings
 
 
 def read_lines(

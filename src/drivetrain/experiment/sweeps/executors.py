@@ -1,7 +1,6 @@
 """What runs trials has in common, and the executor that runs them in this process, one after the other."""
 
 import os
-import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.time import Time, TimeUnit
 from drivetrain.core.types import Settings
+from drivetrain.experiment.processes import STOP_STATUSES
 from drivetrain.experiment.resolve import Resolved, full_names
 from drivetrain.experiment.run_folder import STATUS, read_json
 from drivetrain.experiment.running import run_experiment
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from drivetrain.experiment.experiments import Experiment
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 Pruner = Callable[[Trial, float, int], bool]
 
@@ -106,7 +105,7 @@ class InlineExecutor(Executor):
         except TrialPruned as pruned:
             outcome = TrialOutcome(PRUNED, error=str(pruned))
         except SystemExit as stop:
-            if stop.code in STOPPED:
+            if stop.code in STOP_STATUSES:
                 raise
             outcome = TrialOutcome(FAILED, error=f"SystemExit: {stop.code}")
         except Exception as error:

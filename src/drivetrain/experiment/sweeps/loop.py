@@ -129,7 +129,7 @@ class SweepLoop:
 
     def _report(self, trial: Trial, value: float, step: int) -> bool:
         """Take a report of a running trial, and return whether to stop the trial."""
-        trial.report(value, step)
+        trial.reported = (step, value)
         prune = getattr(self.sampler, "should_prune", None)
         return prune is not None and bool(prune(trial, value, step))
 

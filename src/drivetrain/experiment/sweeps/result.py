@@ -24,9 +24,6 @@ from drivetrain.experiment.sweeps.trial import (
     without_secrets,
 )
 
-__all__ = ["SweepResult", "Trial", "read_sweep"]
-
-
 OWN_COLUMNS = ("trial", "status", "value", "seconds", "attempts", "run", "error")
 """Columns of every result."""
 

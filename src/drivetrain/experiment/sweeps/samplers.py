@@ -20,7 +20,7 @@ from drivetrain.experiment.sweeps.trial import FINISHED, PRUNED, Trial
 
 if TYPE_CHECKING:
     import optuna
-    from optuna.distributions import BaseDistribution, CategoricalChoiceType
+    from optuna.distributions import CategoricalChoiceType
 
 NAMES = ("grid", "random", "optuna")
 PASSWORD = re.compile(r"(?<=://)([^:/@\s]*):[^@\s]*(?=@)")
@@ -240,19 +240,11 @@ class OptunaSampler(_CountingSampler):
                 if trial.is_over:
                     self.tell(trial)
             return
-        positions = {name: self._position(name, value) for name, value in trial.params.items()}
-        if not trial.is_over:
-            self.study.enqueue_trial(positions)
+        if not trial.is_over or (trial.status == FINISHED and trial.objectives):
+            self.study.enqueue_trial({name: self._position(name, value) for name, value in trial.params.items()})
             self._suggest_all(self.study.ask(), trial.index)
-        elif trial.status == FINISHED and trial.objectives:
-            self.study.add_trial(
-                optuna.trial.create_trial(
-                    params=positions,
-                    distributions={name: self._distribution(name) for name in trial.params},
-                    values=trial.objectives,
-                    user_attrs={"sweep": self._sweep, "trial": trial.index},
-                )
-            )
+        if trial.is_over:
+            self.tell(trial)
 
     def should_prune(self, trial: Trial, value: float, step: int) -> bool:
         """Pass a report on and ask the study's pruner; a step reported twice counts once."""
@@ -268,17 +260,6 @@ class OptunaSampler(_CountingSampler):
         asked.set_user_attr("trial", index)
         self._asked[index] = asked
         return self._space.walk(lambda name, axis: _suggest(asked, name, axis))
-
-    def _distribution(self, name: str) -> "BaseDistribution":
-        from optuna import distributions as kinds
-
-        axis = self._space.axes[name]
-        if isinstance(axis, Choice):
-            return kinds.CategoricalDistribution(range(len(axis.values)))
-        assert isinstance(axis, LogUniform | Uniform | IntRange)
-        if isinstance(axis, IntRange):
-            return kinds.IntDistribution(int(axis.low), int(axis.high))
-        return kinds.FloatDistribution(axis.low, axis.high, log=isinstance(axis, LogUniform))
 
     def _position(self, name: str, value: object) -> "CategoricalChoiceType":
         axis = self._space.axes.get(name)

@@ -83,10 +83,6 @@ class Trial:
         elif is_number(result):
             self.value = float(result)
 
-    def report(self, value: float, step: int) -> None:
-        """Take a report."""
-        self.reported = (step, value)
-
     @property
     def elapsed(self) -> float:
         """Seconds of all attempts, up to this moment."""
