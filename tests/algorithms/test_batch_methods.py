@@ -61,7 +61,7 @@ CASES = {
     "AugMix": Case(make=AugMix, events={E.FIT_START}),
     "BatchSizeWarmup": Case(
         make=lambda: BatchSizeWarmup(0.25, "0.6dur"),
-        events={E.BATCH_START, E.BEFORE_STEP, E.AFTER_STEP},
+        events={E.BEFORE_LOAD, E.BATCH_START, E.BEFORE_STEP, E.AFTER_STEP},
         settings=(("gradient_accumulation_steps", 4), ("per_device_batch_size", 3)),
     ),
     "ColOut": Case(make=ColOut, events={E.AFTER_DATALOADER}),

@@ -5,7 +5,7 @@ import torch
 
 from drivetrain.algorithms.batch_size_warmup import BatchSizeWarmup, learning_rate_factor
 from drivetrain.core.event import Event
-from tests.algorithms.tasks import Watch, conv_trainer, image_data, train
+from tests.algorithms.tasks import PullPlug, Watch, conv_trainer, image_data, same, train, weights
 
 
 def run(algorithm, **kwargs):
@@ -54,3 +54,17 @@ def test_it_needs_windows():
     for arguments in ({"initial": 2}, {"lr_rule": "square"}):
         with pytest.raises(ValueError, match="BatchSizeWarmup"):
             BatchSizeWarmup(**arguments)
+
+
+def test_a_window_that_was_open_in_the_warmup_resumes_exactly(tmp_path):
+    def trained(*callbacks, **kwargs):
+        settings = {"num_epochs": 1, "per_device_batch_size": 2, "gradient_accumulation_steps": 3, **kwargs}
+        trainer = conv_trainer(BatchSizeWarmup(0.3, "4ba"), callbacks=callbacks)
+        train(trainer, image_data(16), **settings)
+        return weights(trainer.model)
+
+    whole = trained()
+    keeping = {"checkpoint_dir": tmp_path, "checkpoint_every": "1ba", "async_checkpoint": False}
+    with pytest.raises(RuntimeError, match="plug"):
+        trained(PullPlug(3), **keeping)  # windows of 1, 1, 2: the third has one batch
+    assert same(trained(resume_from="auto", **keeping), whole)

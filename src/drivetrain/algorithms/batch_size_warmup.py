@@ -36,7 +36,7 @@ class BatchSizeWarmup(Algorithm):
     """
 
     allow_multiple = False
-    events = frozenset({Event.BATCH_START, Event.BEFORE_STEP, Event.AFTER_STEP})
+    events = frozenset({Event.BEFORE_LOAD, Event.BATCH_START, Event.BEFORE_STEP, Event.AFTER_STEP})
     writes = ("settings", "optimizers")
 
     def __init__(self, initial: float = 0.25, duration: str | Time = "0.3dur", lr_rule: Rule = "sqrt"):
@@ -44,6 +44,7 @@ class BatchSizeWarmup(Algorithm):
         check_choice("lr_rule", lr_rule, ("sqrt", "linear", "none"), owner="BatchSizeWarmup")
         self.initial, self.duration, self.lr_rule = initial, ensure_time(duration, TimeUnit.BATCH), lr_rule
         self._length: int | None = None
+        self._window: Any = None  # the Trainer's, which counts the batches of an update
         self._rates: list[tuple[dict[str, object], object]] = []
 
     def length_at(self, state: State) -> int:
@@ -53,7 +54,9 @@ class BatchSizeWarmup(Algorithm):
         return min(full, max(1, round(full * share)))
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        if event is Event.BATCH_START:
+        if event is Event.BEFORE_LOAD:
+            self._window = vars(state)["gradients"].window
+        elif event is Event.BATCH_START:
             self._set_length(state, logger)
         elif event is Event.BEFORE_STEP:
             self._scale_rates(state)
@@ -68,14 +71,12 @@ class BatchSizeWarmup(Algorithm):
                 "BatchSizeWarmup grows the number of batches per update, and gradient_accumulation_steps is "
                 f"{state.accumulation_steps}. Split the full batch: smaller batches, and gradient_accumulation_steps of 4 or more."
             )
-        gradients: Any = vars(state)["gradients"]  # the Trainer's
-        window = gradients.window
-        if window.count == 0 or self._length is None:
+        if self._window.count == 0 or self._length is None:
             length = self.length_at(state)
             if length != self._length:
                 self._length = length
                 logger.log_metrics({"batch_size_warmup/batches_per_update": length})
-        window.length = self._length
+        self._window.length = self._length
 
     def _scale_rates(self, state: State) -> None:
         assert self._length is not None
@@ -97,3 +98,7 @@ class BatchSizeWarmup(Algorithm):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._length = state["length"]
+        if self._window is not None and self._length is not None:
+            self._window.length = (
+                self._length
+            )  # before the gradients of an open window are loaded, which are parts of it

@@ -7,8 +7,6 @@ beginning and ever more slowly towards the end.
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from torch import nn
-
 from drivetrain.algorithms.surgery import model_of
 from drivetrain.algorithms.utils.run import elapsed_fraction
 from drivetrain.context.state import State
@@ -51,31 +49,20 @@ class Lookahead(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         model = model_of(state, str(self))
-        if event is Event.FIT_START:
-            self._begin(model)
-        elif event is Event.AFTER_STEP:
+        if event is Event.FIT_START or self._slow is None:
+            self._steps = 0 if self._restored is None else self._steps
+            self._slow, self._restored = AveragedWeights(model, self._restored), None
+        if event is Event.AFTER_STEP:
             self._steps += 1
             if self._steps % self.k == 0:
                 done, move = state.clock.batch, self.alpha
                 if self.schedule is not None:  # at the share of the run that lies behind once this batch is counted
                     share = min(1.0, elapsed_fraction(state, str(self)) * (done + 1) / done) if done else 0.0
                     move = 1 - cubic_decay(share)
-                slow = self._slow_weights(model)
-                slow.update_lerp(model, move)
-                slow.copy_to(model)
-        elif self.schedule is not None:
-            self._slow_weights(model).copy_to(model)
-
-    def _begin(self, model: nn.Module) -> None:
-        if self._restored is None:
-            self._steps = 0
-        self._slow, self._restored = AveragedWeights(model, self._restored), None
-
-    def _slow_weights(self, model: nn.Module) -> AveragedWeights:
-        if self._slow is None:
-            self._begin(model)
-        assert self._slow is not None
-        return self._slow
+                self._slow.update_lerp(model, move)
+                self._slow.copy_to(model)
+        elif event is Event.FIT_END and self.schedule is not None:
+            self._slow.copy_to(model)
 
     def state_dict(self) -> StateDict:
         return {"slow": self._restored if self._slow is None else self._slow.state_dict(), "steps": self._steps}

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from drivetrain.algorithms.surgery import model_of
-from drivetrain.algorithms.utils.passes import copy_statistics, measure_batch_norms, put_statistics
+from drivetrain.algorithms.utils.passes import batch_norms, measure_batch_norms
 from drivetrain.algorithms.utils.run import OptimizerReplacement, own_optimizer, set_optimizer
 from drivetrain.context.state import State
 from drivetrain.core import ConfigError, Event, Logger, Time, TimeUnit, ensure_time
@@ -77,11 +77,13 @@ class ScheduleFree(OptimizerReplacement):
             optimizer.eval()
             self._measure(state)
         elif event in _STARTS:
-            self._statistics = copy_statistics(unwrap(model_of(state, str(self))))
+            layers = batch_norms(unwrap(model_of(state, str(self))))
+            self._statistics = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers(recurse=False)]
             if optimizer.param_groups[0]["k"]:
                 self._measure(state)
         else:
-            put_statistics(self._statistics)
+            for buffer, values in self._statistics:
+                buffer.copy_(values)
             self._statistics = []
 
     def _replace(self, state: State) -> None:

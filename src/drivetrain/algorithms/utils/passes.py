@@ -161,19 +161,6 @@ def measure_batch_norms(state: State, max_batches: int | None = None) -> bool:
     return True
 
 
-def copy_statistics(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return each running statistic with a copy of its values."""
-    found = [buffer for layer in batch_norms(model) for buffer in layer.buffers(recurse=False)]
-    return [(buffer, buffer.clone()) for buffer in found]
-
-
-@torch.no_grad()
-def put_statistics(copies: list[tuple[Tensor, Tensor]]) -> None:
-    """Write copied statistics back."""
-    for buffer, values in copies:
-        buffer.copy_(values)
-
-
 def _own_pass(state: State) -> Iterator[object]:
     """Yield the batches of the present epoch's order, read with a second loader."""
     loader = state.train_dataloader
