@@ -277,6 +277,18 @@ def test_ranks_that_hold_different_shards_are_all_there(method):
     assert not any("replicas" in note for note in simulate(make_task(), plan, world=4).notes)
 
 
+@pytest.mark.parametrize("methods", [["parallel_mode"], [("micro_batch", {"accumulation": 2})]])
+def test_a_loss_over_tokens_is_simulated_like_any_other(methods):
+    from drivetrain.strategy.dry_run import follow_task
+
+    followed = follow_task(make_task())
+    assert followed.items.kind == "labels"
+    plan = Strategy(methods)
+    world = 2 if "parallel_mode" in methods else 1
+    simulated, other = (simulate(task, plan, world=world) for task in (followed, make_task()))
+    assert simulated.failure is None and simulated.memory == other.memory
+
+
 @pytest.mark.slow
 def test_accumulation_multiplies_what_is_sent_in_open_passes():
     task = make_task(global_batch_size=32)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.module import ddp, tensor_inference
+from drivetrain.module.loss_items import UNKNOWN
 from drivetrain.module.probing import attributes_set
 from drivetrain.module.tensor_inference import InferredPlan
 from drivetrain.module.wrapping import unwrap
@@ -107,6 +108,9 @@ def _simulate(task: TrainingTask, plan: Strategy, world: int, kind: str, deadlin
     started = time.monotonic()
     methods = [(find_method(name), config, tunable) for name, config, tunable in plan]
     entries = [(one.name, one.simulated(config), tunable) for one, config, tunable in methods if not one.not_simulated]
+    task = replace(
+        task, count_items=None, items=UNKNOWN
+    )  # labels of fake tensors cannot be counted, and weights take no memory
     job = _Job(task, replace(plan, opt_list=entries), world, kind, deadline)
     job.notes += [f"{one.name}: not simulated, {one.not_simulated}" for one, _, _ in methods if one.not_simulated]
     try:
