@@ -332,7 +332,7 @@ class OptimScheduler(ABC):
         """Look the unit's parameters up in a model and make the optimizer, unless they are those it has."""
         own = building.own_parameters(model, self.updated_modules, self.excluded_modules, taken or {})
         known, found = {id(p) for p in self.params}, {id(p) for p in own.values()}
-        if not found or not found <= known or not known - found <= self._added:
+        if not found <= known or not known - found <= self._added:
             if self._updates:
                 raise RuntimeError(
                     f"unit {self.name!r} has made {self._updates} updates and cannot move to other parameters. Rebind before training, "
