@@ -212,12 +212,13 @@ def test_groups_keep_their_ratios_and_tensor_rates_are_filled_in_place():
         param_groups=[{"match": "*.bias", "lr": 0.1}, {"match": ["decoder"], "lr": 2.0, "momentum": 0.9}],
     )
     assert unit.base_lrs == [1.0, 0.1, 2.0]
+    filled = unit.optimizer.param_groups[0]["lr"]
     for number, x in enumerate(batches(3), start=1):
         unit.step(losses_of(model, x))
         expected = 0.5 * (1 + math.cos(math.pi * (number - 1) / 4)) / 2
         seen = [float(group["lr"]) for group in unit.optimizer.param_groups]
         assert seen == pytest.approx([expected, 0.1 * expected, 2 * expected], rel=1e-6)
-    assert unit.optimizer.param_groups[0]["lr"] is rate
+    assert unit.optimizer.param_groups[0]["lr"] is filled and rate == 1
     assert [len(group["params"]) for group in unit.optimizer.param_groups] == [1, 2, 1]
 
 
@@ -295,6 +296,19 @@ def test_a_rate_of_another_library_becomes_a_number(number):
     unit = LambdaLr("SGD", {"lr": 0.5}, model, fn=lambda step: number(0.5))
     unit.step(losses_of(model, batches(1)[0]))
     assert type(unit.optimizer.param_groups[0]["lr"]) is float and unit.get_lr() == 0.25
+
+
+def test_units_with_one_configuration_have_their_own_tensor_rates():
+    model, conf = EncoderDecoder(), {"lr": torch.tensor(1.0, dtype=torch.float64), "foreach": False}
+    units = {
+        part: NoamLr("Adam", conf, model, updated_modules=part, warmup_steps=w)
+        for part, w in [("encoder", 4), ("decoder", 2)]
+    }
+    optim = OptimSet(units)
+    optim.begin_batch(1)
+    assert optim.get_lr() == pytest.approx({"encoder": 0.25, "decoder": 0.5})
+    optim.rebind(EncoderDecoder())  # new parameters, before the first update
+    assert [unit.base_lrs for unit in optim.values()] == [[1.0], [1.0]]
 
 
 class TestNonFinite:

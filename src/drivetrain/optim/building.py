@@ -5,6 +5,7 @@ the unit wins, then the one shared by set or Trainer, then the default. So "not 
 default"; `Default` is that difference.
 """
 
+import copy
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -162,7 +163,7 @@ def build_optimizer(
         )
     arguments = _named_groups(own, groups, with_names=getattr(maker, "takes_names", False))
     try:
-        optimizer = maker(arguments, **optim_conf)
+        optimizer = maker(arguments, **copy.deepcopy(dict(optim_conf)))  # a rate may be a tensor, which schedules fill
     except (ValueError, TypeError) as problem:
         raise ConfigError(f"optim_conf={dict(optim_conf)!r}: {label} rejected it: {problem}") from problem
     if not isinstance(optimizer, Optimizer):
