@@ -440,3 +440,13 @@ def test_number_that_was_an_id_finds_its_checkpoint(tmp_path):
         keeper.save(1)
         keeper.save(2)
         assert keeper.restore(1).id == "1"
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_default_device_of_the_program_does_not_matter(tmp_path, async_save):
+    """Buffers and random states belong on the host; on a device of `torch.set_default_device` they cannot be pinned or read."""
+    ctx = make_context()
+    ctx.words = np.array([], dtype="U3")
+    with torch.device("meta"), Checkpointer(ctx, dir=tmp_path, async_save=async_save, signals=False) as keeper:
+        keeper.save(1)
+        assert keeper.restore().id == "1"

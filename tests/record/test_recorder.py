@@ -495,3 +495,12 @@ def test_numbers_of_every_kind_are_taken_and_others_rejected_at_once(tmp_path):
         with pytest.raises(ConfigError, match="meta device"):
             recorder.scalar("x", torch.ones(1, device="meta"))
     assert [row["value"] for row in read_metrics(tmp_path)] == [1.5, 2**63, 0.5, 1, -(2**70)]
+
+
+def test_default_device_of_the_program_does_not_matter(tmp_path):
+    weights = torch.ones(2)
+    with torch.device("meta"), Recorder(tmp_path, tensorboard=False) as recorder:
+        recorder.histogram("list", [1.0, 2.0])
+        recorder.histogram("tensor", weights)
+        recorder.scalar("x", weights.sum())
+    assert [row["tag"] for row in read_metrics(tmp_path)] == ["list", "tensor", "x"]

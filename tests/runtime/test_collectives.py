@@ -195,3 +195,17 @@ def _control_is_default():
 
 def test_gloo_world_is_its_own_control_group(world2):
     assert world2(_control_is_default) == [True, True]
+
+
+def _talk_on_another_default_device():
+    with torch.device("meta"):
+        collectives.distributed_barrier()
+        return (
+            collectives.agree_any(get_rank() == 1),
+            collectives.broadcast_from_master("x"),
+            collectives.all_gather_values(1),
+        )
+
+
+def test_control_messages_are_on_the_host_whatever_the_default_device(world2):
+    assert world2(_talk_on_another_default_device) == [(True, "x", [1, 1])] * 2

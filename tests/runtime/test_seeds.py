@@ -224,3 +224,10 @@ def test_a_block_may_draw_without_changing_the_generators():
     with rng_kept():
         inside = torch.rand(3).tolist(), np.random.rand(), random.random()
     assert (torch.rand(3).tolist(), np.random.rand(), random.random()) == inside
+
+
+def test_random_states_are_on_the_host_whatever_the_default_device():
+    with torch.device("meta"):
+        state = capture_rng()
+        restore_rng(state)
+    assert state["python"]["words"].device.type == "cpu"

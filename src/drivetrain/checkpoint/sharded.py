@@ -78,12 +78,12 @@ def _read(
             raise CheckpointError(f"the parts of {name} in {folder} do not cover the whole tensor.")
         counterpart = live.get(name)
         if isinstance(counterpart, DTensor) and counterpart.shape == meta.size:
-            local = torch.empty(counterpart.to_local().shape, dtype=meta.properties.dtype)
+            local = torch.empty(counterpart.to_local().shape, dtype=meta.properties.dtype, device="cpu")
             wanted[name] = DTensor(
                 local, counterpart._spec, requires_grad=False
             )  # from_local would move it to the device
         else:
-            wanted[name] = torch.empty(meta.size, dtype=meta.properties.dtype)
+            wanted[name] = torch.empty(meta.size, dtype=meta.properties.dtype, device="cpu")
     planner = _TensorsOnly(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(wanted, stored, is_coordinator=True)
     reader.set_up_storage_reader(stored, is_coordinator=True)

@@ -262,7 +262,8 @@ class HostBuffers:
             for name, live in tensors.items():
                 buffer = self._buffers.get((part, name))
                 if buffer is None or buffer.shape != live.shape or buffer.dtype != live.dtype:
-                    buffer = torch.empty(live.shape, dtype=live.dtype, pin_memory=live.device.type == "cuda")
+                    is_pinned = live.device.type == "cuda"
+                    buffer = torch.empty(live.shape, dtype=live.dtype, device="cpu", pin_memory=is_pinned)
                 buffer.copy_(live, non_blocking=True)
                 tensors[name] = used[part, name] = buffer
                 if live.device.type != "cpu":

@@ -109,7 +109,8 @@ class OneOf(Algorithm):
             self._drawn_in_epoch = state.clock.epoch
         import torch
 
-        point = torch.rand((), generator=state.rng(str(self)), dtype=torch.float64).item() * self._bounds[-1]
+        rng = state.rng(str(self))
+        point = torch.rand((), generator=rng, dtype=torch.float64, device=rng.device).item() * self._bounds[-1]
         return bisect_right(self._bounds, point)
 
 

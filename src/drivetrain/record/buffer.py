@@ -36,7 +36,7 @@ class _Page:
         self.key, self.stream, self.used = key, stream, 0
         with torch.inference_mode(False):  # else the page could not be written outside of it
             self.memory = torch.empty(PLACES * _WIDTH, dtype=torch.uint8, device=device)
-            self.host = torch.empty(PLACES * _WIDTH, dtype=torch.uint8, pin_memory=stream is not None)
+            self.host = torch.empty(PLACES * _WIDTH, dtype=torch.uint8, device="cpu", pin_memory=stream is not None)
         self._places: dict[torch.dtype, tuple[Tensor, ...]] = {}
         self._values: dict[torch.dtype, list[Number]] = {}
 
@@ -152,7 +152,7 @@ class DeviceBuffer:
         value = value.detach()
         if not value.is_cuda:
             return value.clone() if value.device.type == "cpu" else value.cpu()
-        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
         host.copy_(value, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(value.device))

@@ -163,7 +163,7 @@ class Recorder:
     def histogram(self, tag: str, values: object, bins: int = 64) -> None:
         """Record how the values of a tensor or array are spread; counted on its device."""
         check_tag(tag)
-        values = values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+        values = values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values), device="cpu")
         counted = count_values(values, bins)
         if self._stream.writes():
             self._add("histogram", tag, tuple(map(self._stream.buffer.keep, counted)))

@@ -113,8 +113,7 @@ def _pack_array(value: np.ndarray, packer: "Packer", path: str) -> object:
         TypeError,
         ValueError,
     ):  # text, dates, records, foreign byte order: torch has no such type, so bytes are kept
-        stored = bytearray(value.tobytes())
-        raw = torch.frombuffer(stored, dtype=torch.uint8) if stored else torch.empty(0, dtype=torch.uint8)
+        raw = torch.from_numpy(np.frombuffer(bytearray(value.tobytes()), dtype=np.uint8))
         described = {"bytes": raw, "dtype": np.lib.format.dtype_to_descr(value.dtype), "shape": list(value.shape)}
         return packer.pack(described, path)
 

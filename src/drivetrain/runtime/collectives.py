@@ -71,7 +71,7 @@ def distributed_barrier() -> None:
     group = control_group()
     if group is not None:
         # A one-element sum instead of dist.barrier, which would look for an accelerator and may pick the wrong one.
-        dist.all_reduce(torch.zeros(1), group=group)
+        dist.all_reduce(torch.zeros(1, device="cpu"), group=group)
 
 
 def agree_any(flag: bool) -> bool:
@@ -87,7 +87,7 @@ def start_agree_any(flag: bool) -> Callable[[], bool]:
     group = control_group()
     if group is None:
         return lambda: flag
-    vote = torch.tensor([int(flag)], dtype=torch.int32)
+    vote = torch.tensor([int(flag)], dtype=torch.int32, device="cpu")
     work = dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
     def result() -> bool:
@@ -272,7 +272,7 @@ def _gather_bytes(message: bytes, group: _Group) -> list[bytes]:
 
 def _broadcast_bytes(message: bytes, group: _Group) -> bytes:
     """Return rank 0's message, over a group on the CPU. Other ranks pass an empty one."""
-    length = torch.tensor([len(message)])
+    length = torch.tensor([len(message)], device="cpu")
     dist.broadcast(length, src=0, group=group)
     data = torch.frombuffer(bytearray(message or int(length)), dtype=torch.uint8)
     dist.broadcast(data, src=0, group=group)

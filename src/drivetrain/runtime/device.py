@@ -179,7 +179,7 @@ class AsyncReadback:
         value = tensor.detach().reshape(1)
         place, event = self._free.pop() if self._free else (None, torch.cuda.Event())
         if place is None or place.dtype != value.dtype:
-            place = torch.empty(1, dtype=value.dtype, pin_memory=True)
+            place = torch.empty(1, dtype=value.dtype, device="cpu", pin_memory=True)
         place.copy_(value, non_blocking=True)
         event.record()
         self._pending.append((tag, place, event))

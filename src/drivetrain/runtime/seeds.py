@@ -88,7 +88,7 @@ def _seed_python_and_numpy(seed: int) -> None:
 def random_state(generator: Any) -> StateDict:
     """Return the state of one of Python's generators, or of the module `random`."""
     version, words, gauss = generator.getstate()
-    return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
+    return {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss}
 
 
 def set_random_state(generator: Any, state: StateDict) -> None:
