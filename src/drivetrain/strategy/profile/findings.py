@@ -5,7 +5,7 @@ from a small real step: it allocates whole lists of tensors as large as the para
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -48,7 +48,6 @@ class Findings:
     ) -> ModelProfile:
         """Return the profile of a model with these blocks from what is known."""
         compiled, recorder = self.compiled, self.recorders[_FIRST]
-        plain = {arithmetic: steepest(self.lines[arithmetic]) for arithmetic in ARITHMETICS if arithmetic in self.lines}
         inside = {id(parameter) for group in groups for member in group.members for parameter in member.parameters()}
         rest = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
         units = [self._unit(index, group.path, group.cls.__name__, group) for index, group in enumerate(groups)]
@@ -60,7 +59,6 @@ class Findings:
             sequence_length=recorder.sequence_length,
             compiled_bytes={name: each for name, (_, each) in compiled.items()} or None,
             compiled_fixed_bytes={name: fixed for name, (fixed, _) in compiled.items()} or None,
-            peak_bytes=plain or None,
             peak_lines=self.lines,
             optimizer_bytes=optimizer_bytes,
             optimizer_temporary_bytes=optimizer_temporaries,
@@ -149,11 +147,6 @@ def _crossing(flat: Line, steep: Line) -> float:
     return (flat[0] - steep[0]) / (steep[1] - flat[1])
 
 
-def steepest(lines: Sequence[Line]) -> Line:
-    """Return the line that is highest for large batches."""
-    return max(lines, key=lambda line: line[1])
-
-
 def upper_lines(sizes: Sequence[int], timelines: Sequence[StepMemory | DeeperTimeline]) -> tuple[list[Line], bool]:
     """Return the moments of a step that can be its peak, as lines in the batch size, and whether both runs had the same ones.
 
@@ -193,6 +186,19 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of an optimizer's state."""
     return sum(tensor.numel() * tensor.element_size() for tensor in state_tensors(optimizer))
+
+
+def optimizer_bytes(task: TrainingTask, model: nn.Module, note: Callable[[str], None]) -> tuple[float, float]:
+    """Return what the optimizer of a model keeps and what its step allocates, in proportion to a small real step."""
+    if task.optim_func is None:
+        return 0.0, 0.0
+    sizes = [p.numel() * p.element_size() for p in model.parameters() if p.requires_grad]
+    try:
+        state, temporary, is_foreach = small_step(task)
+    except Exception as error:  # the user's own optimizer, on parameters it may not expect
+        note(f"the optimizer's state is taken as Adam's: a small step failed ({type(error).__name__}: {error})")
+        state, temporary, is_foreach = 2.0, 1.0, True
+    return state * sum(sizes), temporary * (sum(sizes) if is_foreach else max(sizes, default=0))
 
 
 def small_step(task: TrainingTask) -> tuple[float, float, bool]:
@@ -245,19 +251,16 @@ def closed_form_profile(task: TrainingTask, note: str) -> ModelProfile:
     groups = [group for group in find_blocks(model) if group.members[0] is not model]
     length, pixels, input_bytes = _sample_shape(task)
     layers = _layers(model, length or 1, pixels)
-    inside = {module for group in groups for member in group.members for module in member.modules()}
-    units = [_group_unit(group, layers) for group in groups]
-    units.append(_rest_unit(model, layers, inside))
-    parameters = list(model.parameters())
-    trainable = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
-    notes, state, temporary = [note], 0.0, 0.0
-    if task.optim_func is not None:
-        try:
-            state, temporary, _ = small_step(task)
-        except Exception as error:  # the user's own optimizer, on parameters it may not expect
-            notes.append(f"the optimizer's state is taken as Adam's: a small step failed ({type(error).__name__})")
-            state, temporary = 2.0, 1.0
-    fixed = sum(p.numel() * p.element_size() for p in parameters) + state * trainable
+    blocks = [{module for member in group.members for module in member.modules()} for group in groups]
+    inside = set[nn.Module]().union(*blocks)
+    parts = zip(groups, blocks)
+    units = [_unit(group.path, group.cls, len(group.members), modules, layers) for group, modules in parts]
+    units.append(_unit("", type(model), 1, {*model.modules()} - inside, layers, _parameters(inside)))
+    notes = [note]
+    state, temporary = optimizer_bytes(task, model, notes.append)
+    counts = counts_of(model)
+    trainable = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    fixed = counts["parameter_bytes"] + state
     head = max((cost.outputs for module, cost in layers.items() if module not in inside), default=0.0)
     logits = {name: head * (_ELEMENT[name] + 8) for name in ARITHMETICS}
     slopes = {name: sum(unit.count * unit.saved_bytes[name] for unit in units) + logits[name] for name in ARITHMETICS}
@@ -266,14 +269,13 @@ def closed_form_profile(task: TrainingTask, note: str) -> ModelProfile:
         input_bytes=input_bytes,
         logits_bytes=logits,
         sequence_length=length,
-        peak_bytes={name: (fixed, slopes[name]) for name in ARITHMETICS},
         peak_lines={name: ((fixed + trainable, 0.0), (fixed, slopes[name])) for name in ARITHMETICS},
-        optimizer_bytes=int(state * trainable),
-        optimizer_temporary_bytes=int(temporary * trainable),
+        optimizer_bytes=int(state),
+        optimizer_temporary_bytes=int(temporary),
         has_dropout=any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()),
         evidence="modelled",
         notes=tuple(notes),
-        **counts_of(model),
+        **counts,
     )
 
 
@@ -318,20 +320,20 @@ def _layers(model: nn.Module, length: int, pixels: float) -> dict[nn.Module, _La
     return costs
 
 
-def _group_unit(group: BlockGroup, layers: dict[nn.Module, _LayerWork]) -> UnitProfile:
-    within = {module for member in group.members for module in member.modules()}
-    parameters = sum(p.numel() for member in group.members for p in member.parameters())
-    costs = [cost for module, cost in layers.items() if module in within]
-    return _unit(group.path, group.cls, len(group.members), round(parameters / len(group.members)), costs)
+def _parameters(modules: set[nn.Module]) -> set[nn.Parameter]:
+    return {parameter for module in modules for parameter in module.parameters(recurse=False)}
 
 
-def _rest_unit(model: nn.Module, layers: dict[nn.Module, _LayerWork], inside: set[nn.Module]) -> UnitProfile:
-    held = {id(p) for module in inside for p in module.parameters()}
-    parameters = sum(p.numel() for p in model.parameters() if id(p) not in held)
-    return _unit("", type(model), 1, parameters, [cost for module, cost in layers.items() if module not in inside])
-
-
-def _unit(path: str, cls: type, count: int, parameters: int, costs: Sequence[_LayerWork]) -> UnitProfile:
+def _unit(
+    path: str,
+    cls: type,
+    count: int,
+    modules: set[nn.Module],
+    layers: dict[nn.Module, _LayerWork],
+    elsewhere: Set[nn.Parameter] = frozenset(),
+) -> UnitProfile:
+    parameters = round(sum(parameter.numel() for parameter in _parameters(modules) - elsewhere) / count)
+    costs = [cost for module, cost in layers.items() if module in modules]
     kept = sum(cost.inputs + cost.outputs for cost in costs) / count
     entering = costs[0].inputs if costs else 0.0
     moved = sum((1 + _FOLLOWERS) * (cost.inputs + cost.outputs) for cost in costs) / count

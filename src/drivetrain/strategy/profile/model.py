@@ -48,8 +48,8 @@ from drivetrain.strategy.profile.findings import (
     bytes_behind,
     closed_form_profile,
     line_through,
+    optimizer_bytes,
     optimizer_with_state,
-    small_step,
     state_bytes,
     state_tensors,
     upper_lines,
@@ -134,7 +134,7 @@ class _FakeRuns:
         self._note = self.found.notes.append
         self._is_regular = True  # whether blocks allocate alike, as far as is known
         self.optimizer: torch.optim.Optimizer | None = None
-        self.optimizer_bytes = self.optimizer_temporaries = 0
+        self.optimizer_bytes, self.optimizer_temporaries = map(int, optimizer_bytes(task, self.model, self._note))
         self._add_optimizer()
 
     def profile(self, parts: Collection[str]) -> ModelProfile:
@@ -174,15 +174,6 @@ class _FakeRuns:
             self._note(f"out of time while {name} was tracked")
 
     def _add_optimizer(self) -> None:
-        if self.task.optim_func is None:
-            return
-        sizes = [p.numel() * p.element_size() for p in self._parameters if p.requires_grad]
-        try:
-            state, temporary, is_foreach = small_step(self.task)
-            self.optimizer_bytes = int(state * sum(sizes))
-            self.optimizer_temporaries = int(temporary * (sum(sizes) if is_foreach else max(sizes, default=0)))
-        except Exception as error:  # the user's own optimizer, on parameters it may not expect
-            self._note(f"the optimizer's temporaries are unknown: a small step failed ({_short(error)})")
         try:
             with self.mode:
                 self.optimizer = optimizer_with_state(self.task, self.model)
@@ -191,7 +182,7 @@ class _FakeRuns:
         except Exception as error:
             self.model.zero_grad(set_to_none=True)
             failed = f"on fake tensors it failed ({_short(error)})"
-            self._note(f"the optimizer's state is taken in proportion from a small step: {failed}")
+            self._note(f"the optimizer's state is taken in proportion to a small step: {failed}")
 
     def _record_units(self, arithmetic: str) -> None:
         for size in SIZES:

@@ -95,8 +95,6 @@ class ModelProfile:
     """By arithmetic: what the compiled forward pass keeps for backward, for one sample; None where it could not be captured."""
     compiled_fixed_bytes: Mapping[str, float] | None = None
     """By arithmetic: the part of it that does not grow with the batch."""
-    peak_bytes: Mapping[str, Line] | None = None
-    """By arithmetic: fixed and per-sample part of the tracked peak of an eager step of the plain model, everything included."""
     peak_lines: Mapping[str, tuple[Line, ...]] = field(default_factory=dict)
     """Fixed and per-sample parts of the moments that can be the peak of a step with a fused optimizer: by arithmetic, and with all blocks
     checkpointed by "arithmetic/full" and "arithmetic/selective". The peak at a batch size is the largest (see `peak`)."""

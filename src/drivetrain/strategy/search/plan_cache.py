@@ -237,7 +237,7 @@ def _described_code(
     if name.partition(".")[0] in ("torch", "builtins") or not isinstance(item, type | FunctionType):
         return name
     if isinstance(item, FunctionType):
-        cells = [cell.cell_contents for cell in item.__closure__ or () if _is_filled(cell)]
+        cells = [cell.cell_contents for cell in item.__closure__ or () if cell != CellType()]
         return [name, _instructions(item.__code__), *map(describe, (cells, item.__defaults__, item.__kwdefaults__))]
     seen.add(id(item))
     members = {key: _function_in(value) for key, value in vars(item).items()}
@@ -263,10 +263,3 @@ def _instructions(code: CodeType) -> list[object]:
 
 def _shown(value: object) -> str:
     return re.sub(" at 0x[0-9a-fA-F]+", "", repr(value))
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
