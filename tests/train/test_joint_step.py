@@ -157,3 +157,9 @@ def test_another_loss_function_is_used_from_the_next_run_on():
         trained.append(trainer)
     assert not is_joint(trained[0])
     assert all(map(torch.equal, trained[0].model.parameters(), trained[1].model.parameters()))
+
+
+@pytest.mark.parametrize("plan", [PLAN, [("chunked_cross_entropy", 4)]])
+def test_checkpoints_expect_no_state_of_a_planned_loss_function(plan, tmp_path):
+    fitted(plan, checkpoint_dir=tmp_path)  # warnings are errors
+    assert list(tmp_path.glob("checkpoint-*"))

@@ -6,6 +6,7 @@ layer. In evaluation nothing is different.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,10 +108,11 @@ class ChunkedCrossEntropy(Method):
             return
         defer_head(head)
 
-        def deferred(loss_func: Any) -> DeferredLoss:
+        def deferred(loss_func: Any) -> Any:
             if isinstance(loss_func, nn.Module):
                 loss_func.to(ctx.device)  # whoever moves modules does not see it in here
-            return DeferredLoss(loss_func, head, position=ctx.output_position, leaf=leaf, chunk=chunk, step=step)
+            loss = DeferredLoss(loss_func, head, position=ctx.output_position, leaf=leaf, chunk=chunk, step=step)
+            return partial(loss)  # a function, of which no checkpoint expects state
 
         ctx.loss_changes.append(deferred)
         ctx.note(

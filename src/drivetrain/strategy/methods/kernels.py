@@ -49,8 +49,8 @@ class ChannelsLast(Method):
         axis = next((name for name in ("tensor", "pipe") if site.axis(name) > 1), None)
         if axis is not None and site.axis("data") * site.axis("zero") * site.axis("sequence") > 1:
             raise ConflictError(
-                f"channels_last and data or sequence ranks with a {axis!r} axis cannot be used together: gradients are averaged by sharding, "
-                "which needs parameters that are contiguous, and kernels of this layout are not. Remove channels_last."
+                f"channels_last and data or sequence ranks with a {axis!r} axis cannot be used together: gradients are averaged by "
+                "sharding, which needs parameters that are contiguous, and kernels of this layout are not. Remove channels_last."
             )
         convolutions = nn.Conv2d | nn.Conv3d
         if site.model is not None and not any(isinstance(module, convolutions) for module in site.model.modules()):

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -136,27 +137,27 @@ class NativeDynamo(Method):
             if is_compiled:
                 compiled = compile_loss(loss_func, **settings)
             # A module stays one: it may have parameters that are saved or moved.
-            planned = compiled if isinstance(compiled, nn.Module) else _ReportBreaks(compiled, breaks, ctx)
+            planned = compiled if isinstance(compiled, nn.Module) else _reporting(compiled, breaks, ctx)
             if is_compiled and ctx.loss_graph != "apart" and ctx.plan.site.world == 1:  # DDP's hooks are not compiled
-                ctx.joint = JointStep(_ReportBreaks(compile_step(**settings), breaks, ctx), loss_func, planned)
+                ctx.joint = JointStep(_reporting(compile_step(**settings), breaks, ctx), loss_func, planned)
             return planned
 
         ctx.loss_changes.append(change_loss)
 
 
-class _ReportBreaks:
-    """A loss function, or a joint step, that notes the graph breaks after its first call: by then all is compiled."""
+def _reporting(function: Callable[..., Any], breaks: GraphBreaks, ctx: "Application") -> Callable[..., Any]:
+    """Return a function that also notes the graph breaks after its first call: by then all is compiled."""
+    reported: list[str] = []
 
-    def __init__(self, loss_func: Any, breaks: GraphBreaks, ctx: "Application"):
-        self.loss_func, self.breaks, self.ctx = loss_func, breaks, ctx
-        self.is_first = True
-
-    def __call__(self, *args: Any) -> Any:
-        result = self.loss_func(*args)
-        if self.is_first:
-            self.is_first = False
-            self.ctx.note(f"compile: {self.breaks.report()}")
+    def call(*args: object) -> Any:
+        result = function(*args)
+        if not reported:
+            reported.append(breaks.report())
+            ctx.note(f"compile: {reported[0]}")
         return result
+
+    call.loss_func = function  # type: ignore[attr-defined]
+    return call
 
 
 def _has_compiler() -> bool:
