@@ -168,11 +168,10 @@ class MissingExtra(DrivetrainError, ImportError):
         super().__init__(
             f"{purpose} needs the package {package!r}, which is not installed. Install it with: pip install {package}"
         )
-        self.package, self.extra = package, extra
-        self._arguments = (package, extra, purpose)
+        self.package, self.extra, self.purpose = package, extra, purpose
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), self._arguments  # the message is made from them again
+        return type(self), (self.package, self.extra, self.purpose)  # the message is made from them again
 
 
 class TimeUnitError(DrivetrainError, RuntimeError):

@@ -174,13 +174,11 @@ def iterate_metrics(file: Path) -> Iterator[Settings]:
             if b'"resume"' in line and (row := parse_row(line, file, number))["kind"] == "resume"
         )
         stream.seek(0)
-        first_line, first_step = _superseded(resumes)
         for number, line in _whole_lines(stream, size):
             row = parse_row(line, file, number)
             if row["kind"] == "resume":
                 resumes = [later for later in resumes if later[0] > number]
-                first_line, first_step = _superseded(resumes)
-            elif number < first_line and row["step"] < first_step:
+            elif not any(row["step"] >= step if lines is None else number >= lines for _, step, lines in resumes):
                 yield row
 
 
@@ -193,13 +191,6 @@ def valid_resumes(resumes: Iterable[tuple[int, int, int | None]]) -> list[tuple[
             valid.insert(0, (number, step, lines))
             end = end if lines is None else min(end, lines)
     return valid
-
-
-def _superseded(resumes: list[tuple[int, int, int | None]]) -> tuple[float, float]:
-    """Return the line and the step from which on rows before these resumes were recorded again."""
-    by_line = [lines for _, _, lines in resumes if lines is not None]
-    by_step = [step for _, step, lines in resumes if lines is None]
-    return min(by_line, default=math.inf), min(by_step, default=math.inf)
 
 
 def _whole_lines(stream: BinaryIO, size: int) -> Iterator[tuple[int, bytes]]:
