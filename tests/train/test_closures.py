@@ -79,3 +79,20 @@ def test_the_factory_makes_optimizers_by_name_and_names_what_is_wrong():
         make_optimizer("Lionn", [weight])
     with pytest.raises(ConfigError, match="rejects its settings"):
         make_optimizer("Lion", [weight], momentum=1)
+
+
+def test_restored_batches_are_placed_like_new_ones():
+    buffer = torch.randn(9)
+    saved = {
+        "batch": (buffer[1:], buffer[2:]),
+        "step": 0,
+        "synchronises": True,
+        "sizes": None,
+        "rng": {},
+        "generators": {},
+    }
+    repeat = WindowRepeat(torch.device("cpu"))
+    repeat.load_state_dict({"memories": [saved]})
+    restored = repeat._memories[0].batch
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in restored)  # rounding depends on where a tensor begins
+    assert all(map(torch.equal, restored, saved["batch"]))

@@ -28,6 +28,7 @@ from drivetrain.module.stepper import Stepper
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.runtime.seeds import capture_rng, restore_rng, rng_kept
+from drivetrain.train.batches import map_tensors
 from drivetrain.train.items import KnownBatch
 from drivetrain.train.run import Measures, Run
 
@@ -196,7 +197,8 @@ class WindowRepeat:
         """Restore the batches of the open window."""
         self._memories = []
         for saved in state["memories"]:
-            kept = {**saved, "batch": move_to_device(self._device, saved["batch"])}
+            # A copy: tensors of a file may begin anywhere in memory, where sums are rounded differently.
+            kept = {**saved, "batch": map_tensors(torch.clone, move_to_device(self._device, saved["batch"]))}
             kept["sizes"] = None if saved["sizes"] is None else tuple(saved["sizes"])
             kept["generators"] = {name: value.cpu() for name, value in saved["generators"].items()}
             self._memories.append(_Memory(**kept))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from drivetrain.context.context import Context
 from drivetrain.core.arguments import check_count, check_number
 from drivetrain.core.containers import with_attributes
 from drivetrain.core.errors import ConfigError, MissingExtra, StopTrainingError
@@ -124,8 +125,8 @@ def find_lr(
 @contextmanager
 def _restored(trainer: "Trainer", data: object) -> Iterator[None]:
     """Restore everything that a sweep may change."""
-    model = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
-    optimizer = map_tensors(lambda tensor: tensor.detach().clone(), trainer.optimizer.state_dict())
+    copied = lambda tensor: tensor.detach().clone()
+    before = map_tensors(copied, Context(model=trainer.model, optimizer=trainer.optimizer).state_dict())
     state, clock, experiment = trainer.state, trainer.state.clock.state_dict(), current_run()
     generators = generator_states(state)
     loader = data if loaders.is_ready_loader(data) else SimpleNamespace(dataset=data)
@@ -147,9 +148,14 @@ def _restored(trainer: "Trainer", data: object) -> Iterator[None]:
             load_loader_state(loader, position, 0)
             set_generators(state, generators)
             trainer.model = trainer.get_model()
-            trainer.model.load_state_dict(model)
-            trainer.optimizer.state.clear()
-            trainer.optimizer.load_state_dict(optimizer)
+            for held in (
+                trainer.optimizer,
+                getattr(trainer.optimizer, "optim", trainer.optimizer),
+            ):  # a split one holds another
+                held.state.clear()
+            Context(model=trainer.model, optimizer=trainer.optimizer).load_state_dict(
+                before
+            )  # a plan may have split them
             trainer.optimizer.zero_grad()
             state.clock.load_state_dict(clock)
 
