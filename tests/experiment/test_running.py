@@ -14,7 +14,7 @@ import yaml
 
 import drivetrain.experiment as pystematic
 from drivetrain.core.errors import DeviceError, ExperimentError, ParameterError
-from drivetrain.experiment import experiment, find_runs, read_run
+from drivetrain.experiment import experiment, find_runs, read_run, run_folder
 from drivetrain.experiment.plugins import app
 from drivetrain.runtime import current_run
 
@@ -302,3 +302,17 @@ def test_ctrl_c_while_a_run_ends_is_written_down(tmp_path, hooks):
     with pytest.raises(KeyboardInterrupt):
         draw.run(output_dir=str(tmp_path))
     assert only_run(tmp_path).state == "interrupted" and current_run() is None
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_a_disk_that_is_full_at_the_end_hides_neither_result_nor_error(tmp_path, monkeypatch, fail, caplog):
+    def full(self, *args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_folder.StatusFile, "end", full)
+    if fail:
+        with pytest.raises(ValueError, match="asked to fail"):
+            draw.run(output_dir=str(tmp_path), fail=True)
+    else:
+        assert draw.run(output_dir=str(tmp_path))["x"] == 1
+    assert "No space left on device" in caplog.text

@@ -287,3 +287,13 @@ def test_the_default_of_a_path_is_shown_whole():
         return data
 
     assert "default: data/imagenet" in experiment(function).help()
+
+
+def test_a_run_that_changes_its_default_changes_no_other_run(tmp_path):
+    def function(config: dict[str, list] = {"sizes": [1]}, options: Any = {"a": {"b": 1}}):  # noqa: B006
+        config["sizes"].append(2)
+        options["a"].pop("b")
+        return config
+
+    made = experiment(function)
+    assert [made.run(output_dir=str(tmp_path)) for _ in range(2)] == [{"sizes": [1, 2]}] * 2

@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -659,3 +660,12 @@ def test_a_sweep_that_is_resumed_by_a_relative_path_keeps_whole_paths(tmp_path, 
 def test_an_objective_of_a_plain_number_is_explained(tmp_path):
     with pytest.raises(SweepError, match="no objective 'loss' .returned: a number without a name"):
         sweep(nested, {"batch_size": [1]}, params=place(tmp_path), objective="loss")
+
+
+def test_a_trial_that_changes_a_value_changes_no_other_trial(tmp_path):
+    @experiment
+    def pops(config: Any = None, x: int = 0):
+        return len(config["inner"]), config["inner"].clear()
+
+    result = sweep(pops, {"x": [1, 2]}, params={**place(tmp_path), "config": {"inner": [1, 2, 3]}})
+    assert [read_run(trial.run_dir).result[0] for trial in result] == [3, 3]

@@ -148,7 +148,7 @@ class Parameter:
         value = self.default() if self.calls_default else self.default
         if value is not None and wraps_secret(self.type) and not is_secret_value(value):
             return Secret(value)
-        return copy.copy(value) if isinstance(value, list | dict | set) else value
+        return own_containers(value)
 
     def describe_default(self) -> str | None:
         """Return the default as help prints it, None where there is none."""
@@ -178,6 +178,13 @@ class Parameter:
 
     def __repr__(self) -> str:
         return f"Parameter({self.name!r})"
+
+
+def own_containers(value: Any) -> Any:
+    """Return a value whose lists, dicts and sets are new ones, so that a run that changes them changes no other."""
+    if type(value) is dict:
+        return {key: own_containers(item) for key, item in value.items()}
+    return type(value)(map(own_containers, value)) if type(value) in (list, tuple, set) else value
 
 
 def _is_same(one: object, other: object) -> bool:

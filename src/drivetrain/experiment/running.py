@@ -106,7 +106,11 @@ def run_experiment(
     record = start.beginning.record
     if record is not None and start.beginning.is_finished:
         if _rank() == 0:
-            lossy = " (what it returned is stored as text)" if record.status.get("result_is_complete") is False else ""
+            lossy = (
+                " (parts of what it returned are stored as text)"
+                if record.status.get("result_is_complete") is False
+                else ""
+            )
             print(printable(f"already finished: {record.folder}{lossy}"))
         result = record.result
     else:
@@ -250,14 +254,13 @@ def _run_in(
             if status is not None:
                 # Written now, so that listing runs need not read all their rows.
                 summary_of(start.folder / run_folder.METRICS)
-                status.end(
-                    ending.state,
-                    exit_code=ending.exit_code,
-                    error=ending.sentence and hide(ending.sentence, run.hidden),
-                    result=run_folder.plain(ending.result),
-                    result_is_complete=run_folder.is_plain(ending.result),
-                    **({"pruned": True} if ending.is_pruned else {}),
-                )
+                fields = {"result": ending.result, "result_is_complete": run_folder.is_plain(ending.result)}
+                fields |= {"pruned": True} if ending.is_pruned else {}
+                error = ending.sentence and hide(ending.sentence, run.hidden)
+                try:
+                    status.end(ending.state, exit_code=ending.exit_code, error=error, **run_folder.plain(fields))
+                except OSError as problem:  # a full disk must hide neither result nor error
+                    logger.error("how the run ended cannot be written: %s", problem)
     return ending.outcome()
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.time import Time, TimeUnit
 from drivetrain.core.types import Settings
+from drivetrain.experiment.parameters import own_containers
 from drivetrain.experiment.processes import STOP_STATUSES
 from drivetrain.experiment.resolve import Resolved, full_names
 from drivetrain.experiment.run_folder import STATUS, read_json
@@ -58,7 +59,7 @@ class TrialWork:
     def resolve(self, trial: Trial, experiment: "Experiment") -> Resolved:
         """Return the parameters of a trial: its own, and those that all trials have, within a group of parameters too."""
         fixed, own = (full_names(values, experiment.parameters) for values in (self.fixed, trial.params))
-        return experiment.resolve(fixed | own)
+        return experiment.resolve(own_containers(fixed | own))
 
     def call(self, trial: Trial, experiment: "Experiment | None" = None) -> Any:
         """Run a trial in this process, in its folder, and return what the experiment returns."""
