@@ -2,12 +2,15 @@
 
 import ast
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 import drivetrain.strategy
+from drivetrain.core.errors import ConfigTypeError
+from drivetrain.strategy.method import Method
 from drivetrain.strategy.profile.simulate import simulate_plans
 from drivetrain.strategy.registry import _methods, method_names, register_method
 from drivetrain.strategy.search import find
@@ -84,3 +87,25 @@ def test_only_the_files_of_methods_know_methods_by_name():
         if word not in rates_and_ceilings
     }
     assert found == other_meanings
+
+
+@dataclass
+class Mutable:
+    rank: int = 4
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"group": "mine"}, "name and group"),
+        ({"name": "mine"}, "name and group"),
+        ({"name": "mine", "group": "mine", "aliases": "loud"}, "tuple of texts"),
+        ({"name": "mine", "group": "mine", "Config": Mutable}, "frozen dataclass"),
+    ],
+)
+def test_an_incomplete_method_is_refused_when_it_is_registered(attributes, message):
+    """Searches ask all methods for their groups, so one without would break every search."""
+    before = method_names()
+    with pytest.raises(ConfigTypeError, match=message):
+        register_method(type("Incomplete", (Method,), attributes))
+    assert method_names() == before

@@ -4,6 +4,7 @@ Lists, files and searches all look methods up here, so a registered method can b
 """
 
 from collections.abc import Iterable
+from dataclasses import is_dataclass
 from importlib import import_module
 from typing import TypeVar
 
@@ -22,6 +23,15 @@ def register_method(method: M) -> M:
     found = method() if isinstance(method, type) else method
     if not isinstance(found, Method):
         raise ConfigTypeError(f"register_method({method!r}): expected a Method from drivetrain.strategy.method.")
+    texts = (getattr(found, "name", None), getattr(found, "group", None), *found.aliases)
+    if isinstance(found.aliases, str) or not all(isinstance(text, str) for text in texts):
+        raise ConfigTypeError(
+            f"register_method({method!r}): expected a text as name and group, and a tuple of texts as aliases."
+        )
+    if not is_dataclass(found.Config) or found.Config.__hash__ is None:
+        raise ConfigTypeError(
+            f"register_method({method!r}): expected a frozen dataclass as Config, so that plans can be compared."
+        )
     _load_built_in()
     _add(found)
     return method
