@@ -9,6 +9,7 @@ from torch import nn
 
 from drivetrain.algorithms.alibi import Alibi, AlibiBias, alibi_slopes, apply_alibi, policy_registry, register_attention
 from drivetrain.algorithms.alibi.algorithm import scale_sequences
+from drivetrain.algorithms.stochastic_depth import apply_stochastic_depth
 from drivetrain.compat.composer_types import _attn, enlarge_mask
 from drivetrain.train.trainer import Trainer
 from drivetrain.train.verification import verify_resume
@@ -327,3 +328,14 @@ def test_a_model_of_transformers_trains_on_short_texts_and_resumes_exactly():
     losses = trainer.train(Texts(), num_epochs=4, **settings).get_metric_values("train_loss_epoch")
     assert losses[-1] < losses[0]
     assert trainer.model(input_ids=torch.randint(3, 20, (1, 30))).logits.shape == (1, 30, 20)
+
+
+def test_blocks_that_are_skipped_in_the_first_pass_are_checked_later():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False))
+    apply_stochastic_depth(model, nn.TransformerEncoderLayer, drop_rate=0.5, drop_distribution="uniform")
+    apply_alibi(model, 16)
+    for _ in range(8):
+        model(torch.randn(2, 4, 8))
+    assert not model._forward_hooks  # by then every layer has run, and the check is over

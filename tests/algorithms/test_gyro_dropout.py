@@ -9,6 +9,7 @@ from drivetrain.algorithms.utils.run import num_batches
 from drivetrain.context.state import State
 from drivetrain.core.engine import Engine
 from drivetrain.core.event import Event
+from drivetrain.module.probing import keeps_shape
 from drivetrain.train.trainer import Trainer
 from tests.algorithms.surgery_models import ConvNet, images
 
@@ -141,3 +142,9 @@ def test_the_function_takes_the_length_and_checks_its_settings():
     for settings in ({"p": 1.5}, {"sigma": 0}, {"tau": 0}):
         with pytest.raises(ValueError):
             GyroDropout(**settings)
+
+
+def test_a_trial_on_fake_tensors_leaves_no_masks_behind():
+    block = nn.Sequential(nn.Linear(4, 4), GyroDropoutLayer(1, 1, sigma=4, tau=2))
+    assert keeps_shape(block) and block[1].masks is None
+    assert block(torch.randn(2, 3, 4)).shape == (2, 3, 4)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from drivetrain.algorithms.gyro_dropout import GyroDropout
 from drivetrain.algorithms.lookahead import Lookahead, cubic_decay
+from tests.algorithms import tasks
 from tests.train.tasks import make_data, make_model, make_trainer, train
 
 
@@ -54,3 +56,16 @@ def test_bad_settings_are_refused():
     for arguments in ({"k": 0}, {"alpha": 2}, {"schedule": "cubik"}):
         with pytest.raises(ValueError, match="Lookahead"):
             Lookahead(**arguments)
+
+
+def test_it_resumes_next_to_layers_that_make_buffers_in_the_first_step(tmp_path):
+    def trained(*callbacks, **kwargs):
+        trainer = tasks.conv_trainer(Lookahead(3), GyroDropout(sigma=4, tau=2), callbacks=callbacks)
+        tasks.train(trainer, tasks.image_data(), num_epochs=1, per_device_batch_size=4, **kwargs)
+        return tasks.weights(trainer.model)
+
+    whole = trained()
+    keeping = {"checkpoint_dir": tmp_path, "checkpoint_every": "1ba", "async_checkpoint": False}
+    with pytest.raises(RuntimeError, match="plug"):
+        trained(tasks.PullPlug(2), **keeping)
+    assert tasks.same(trained(resume_from="auto", **keeping), whole)

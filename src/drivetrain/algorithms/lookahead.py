@@ -51,7 +51,13 @@ class Lookahead(Algorithm):
         model = model_of(state, str(self))
         if event is Event.FIT_START or self._slow is None:
             self._steps = 0 if self._restored is None else self._steps
-            self._slow, self._restored = AveragedWeights(model, self._restored), None
+            self._slow = AveragedWeights(model)
+            if self._restored is not None:
+                # A layer may have made buffers of whole numbers after the run had started, as GyroDropout does.
+                late = {name: value for name, value in self._slow.named_tensors() if not value.is_floating_point()}
+                shadow: Any = self._restored["shadow"]
+                self._slow.load_state_dict({**self._restored, "shadow": {**late, **shadow}})
+            self._restored = None
         if event is Event.AFTER_STEP:
             self._steps += 1
             if self._steps % self.k == 0:

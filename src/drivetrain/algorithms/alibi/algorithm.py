@@ -200,12 +200,13 @@ def _runs_dummy_inputs(model: nn.Module) -> bool:
 
 
 class _FirstPass:
-    """Checks after the first pass through a model that every layer used its bias, and takes itself away."""
+    """Checks after the first pass through a model, without skipped blocks, that every layer used its bias, and takes itself away."""
 
     handle: RemovableHandle
 
     def __call__(self, model: nn.Module, args: object, output: object) -> None:
-        if torch.compiler.is_compiling():
+        is_partial = any(getattr(module, "is_dropped", False) for module in model.modules())  # by StochasticDepth
+        if torch.compiler.is_compiling() or (is_partial and attention.unused_biases(model)):
             return
         self.handle.remove()
         _check_all_used(model)
