@@ -134,6 +134,7 @@ def losses_of_split_logits():
         yield "shifted", F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), labels[:, 1:].flatten())
         yield "smoothed", F.cross_entropy(flat, target, label_smoothing=0.1)
         yield "classes second", F.cross_entropy(logits.transpose(1, 2), labels)
+        yield "joined", torch.cat([logits, 2 * logits]).square().mean()
         yield "another loss", (logits.softmax(-1) ** 2).sum() + F.cross_entropy(flat, target)
 
     plain, split = make_model(), make_model()
@@ -154,7 +155,7 @@ def losses_of_split_logits():
 
 def check_split_logits(world):
     for errors in world(losses_of_split_logits):
-        assert len(errors) == 7
+        assert len(errors) == 8
         for name, (loss, gradient) in errors.items():
             assert loss < 1e-4 and gradient < 1e-4, (name, loss, gradient)
 

@@ -34,8 +34,10 @@ class SplitLogits(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        kwargs = kwargs or {}
-        if not any(getattr(value, _MARK, False) for value in (*args, *kwargs.values())):
+        kwargs = dict(kwargs or {})
+        values = [*args, *kwargs.values()]
+        values += [item for value in values if type(value) in (list, tuple) for item in value]  # torch.cat([...])
+        if not any(getattr(value, _MARK, False) for value in values):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in _LOOKING:
@@ -46,8 +48,8 @@ class SplitLogits(TorchFunctionMode):
                 return loss
         elif name in _KEEPING and (kept := _kept(func, args, kwargs)) is not None:
             return kept
-        args = tuple(map(gathered, args))
-        return func(*args, **{key: gathered(value) for key, value in kwargs.items()})
+        args, kwargs = tree_map_only(Tensor, gathered, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 class SplitLogitsModel(GeneratedClass):
