@@ -243,10 +243,8 @@ class SmartDataLoader(DataLoader[T_co]):
             )
         if not found.reads_as(columns):
             self._fetch, self._placed, self._length = GatherFetch(found), None, len(found)
-            if isinstance(self._order, IndexOrder):
-                self._order.data = found
-            elif isinstance(self._order, SamplerOrder):
-                self._order.rows = len(found)
+            if isinstance(self._order, IndexOrder | SamplerOrder):
+                self._order.use(found)
 
     def _open(self, cursor: Cursor, share: RankShare) -> Iterator[Batch]:
         """Return the batches from a position on: read, brought to the device, and published one by one."""

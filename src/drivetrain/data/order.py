@@ -143,6 +143,9 @@ class IndexOrder(Sampler[int]):
         self.data, self.shuffle = data, shuffle
         self.seed, self.epoch = 0, 0
 
+    def use(self, data: Sized) -> None:
+        self.data = data
+
     def __len__(self) -> int:
         return len(self.data)  # asked each time: a dataset may have grown since the last epoch
 
@@ -171,6 +174,9 @@ class SamplerOrder:
     def __init__(self, sampler: Iterable[object], rows: int | None):
         self.sampler, self.rows = sampler, rows
         _sized_length(sampler, "sampler")
+
+    def use(self, data: Sized) -> None:
+        self.rows = len(data)
 
     @property
     def samples(self) -> int:

@@ -133,9 +133,12 @@ def arguments_of(loader: DataLoader[object]) -> Settings:
     batches = loader.batch_sampler
     if batches is not None and type(batches) is not BatchSampler:
         return {**arguments, "batch_sampler": batches}
-    plan: Any = loader if batches is None else batches  # a torch batch sampler of the user's has what it was made of
+    plan: DataLoader[object] | BatchSampler = (
+        loader if batches is None else batches
+    )  # a torch batch sampler of the user's has what it was made of
     arguments |= {"batch_size": plan.batch_size, "drop_last": plan.drop_last}
-    sampler, is_whole = plan.sampler, getattr(plan.sampler, "data_source", None) is loader.dataset
+    sampler: object = plan.sampler
+    is_whole = getattr(sampler, "data_source", None) is loader.dataset
     if isinstance(loader.dataset, IterableDataset) or (type(sampler) is SequentialSampler and is_whole):
         return arguments
     if (

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch.utils.data
 from torch.utils.data import default_collate, default_convert
@@ -31,6 +31,7 @@ from drivetrain.runtime.seeds import derive_seed
 logger = logging.getLogger(__name__)
 
 IterableMode = Literal["filter", "sharded"]
+Step = TypeVar("Step")
 NO_STATE: StateDict = {"state": None, "ended": False}
 """The place of a stream that reports none: it is read again."""
 IDLE = "idle"
@@ -51,7 +52,7 @@ class StreamStart:
     """What the state holds about the stream; its meaning depends on the mode."""
 
 
-class StreamReader:
+class StreamReader(Generic[Step]):
     """Reads a stream in order, on generators seeded for the place in it."""
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Batch] | None, *, batched: bool, rng: RngMode):
@@ -60,7 +61,7 @@ class StreamReader:
         self.collate: Callable[[Any], Batch] = collate or (default_collate if batched else default_convert)
         self.restores_generators = True
         self.iterator: Any = iter(())
-        self.steps: Iterator[Any] = iter(())  # of a worker, for the iteration `token`
+        self.steps: Iterator[Step] = iter(())  # of a worker, for the iteration `token`
         self.token: int | None = None
 
     def open(self, start: StreamStart, state: Any, *lane: int) -> None:
@@ -122,7 +123,7 @@ class StreamReader:
                 return {"state": copy.deepcopy(part.state_dict()), "ended": False}
         return {"state": None, "ended": True} if ended else None
 
-    def read(self, start: StreamStart, saved: StateDict, position: int, size: int, *lane: int) -> Iterator[Any]:
+    def read(self, start: StreamStart, saved: StateDict, position: int, size: int, *lane: int) -> Iterator[Step]:
         """Yield what `step` makes of each `size` samples, from a saved place at `position` to the end of the stream."""
         if saved["ended"]:
             return
@@ -139,12 +140,12 @@ class StreamReader:
             yield step
             position += len(samples)
 
-    def step(self, position: int, samples: list[object], is_short: bool) -> tuple[object, ...]:
+    def step(self, position: int, samples: list[object], is_short: bool) -> Step:
         """Return a batch of samples, and what belongs to it."""
         raise NotImplementedError
 
 
-class FilterReader(StreamReader):
+class FilterReader(StreamReader[tuple[BatchInfo, Batch]]):
     """Reads the whole stream and makes this rank's part of every global batch."""
 
     number: int | None = None
@@ -173,7 +174,7 @@ class FilterReader(StreamReader):
         return next((step for step in self.steps if self.done > number), None)
 
 
-class ShardedReader(StreamReader):
+class ShardedReader(StreamReader[tuple[int, Batch, StateDict]]):
     """Reads this rank's and worker's own stream."""
 
     def batches(self, start: StreamStart, worker: int) -> Iterator[tuple[int, Batch, StateDict]]:

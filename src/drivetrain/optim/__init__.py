@@ -11,6 +11,7 @@ Formulas are in `schedules`, `units` has the classes, and `config` reads and wri
 """
 
 from drivetrain.core.lazy import lazy_exports
+from drivetrain.optim import optimizers
 
 _UNITS = {
     ".scheduler": ["OptimScheduler"],
@@ -29,11 +30,6 @@ _SCHEDULES = {
     ],
 }
 
-_OPTIMIZERS: dict[str, list[str]] = {
-    ".optimizers": [
-        *("AdamWScheduleFree", "Cautious", "DecoupledAdamW", "DecoupledSGDW", "Lion", "Lookahead", "MuonHybrid"),
-        *("SAM", "SAMOptimizer", "SGDScheduleFree", "SOAP"),
-    ],
-}
-
-__getattr__, __dir__, __all__ = lazy_exports(__name__, {**_UNITS, **_SCHEDULES, **_OPTIMIZERS}, modules=["schedules"])
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__, {**_UNITS, **_SCHEDULES, ".optimizers": optimizers.__all__}, modules=["schedules"]
+)

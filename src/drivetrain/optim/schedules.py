@@ -11,6 +11,24 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 
+__all__ = [
+    "between",
+    "body_position",
+    "cosine",
+    "cosine_restarts",
+    "decay",
+    "exponential",
+    "inverse_sqrt",
+    "linear",
+    "multistep",
+    "noam",
+    "one_cycle",
+    "polynomial",
+    "step_decay",
+    "warm_up",
+    "with_floor",
+]
+
 WARMUP_SHAPES = ("linear", "cosine", "constant")
 DECAY_SHAPES = ("linear", "sqrt", "cosine", "inverse")
 ANNEAL_SHAPES = ("cos", "linear")

@@ -16,6 +16,7 @@ from torch.optim.optimizer import ParamsT
 
 from drivetrain.core.arguments import check_flag, check_numbers
 from drivetrain.core.errors import DrivetrainWarning
+from drivetrain.core.types import StateDict
 from drivetrain.optim.optimizers.stepping import (
     Closure,
     ParamGroup,
@@ -42,7 +43,7 @@ class _ScheduledDecay(Optimizer):
         super().add_param_group(param_group)
         self.param_groups[-1].setdefault("initial_lr", float(self.param_groups[-1]["lr"]))
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         super().__setstate__(state)
         for group in self.param_groups:  # a state of torch's optimizer has no such entry
             group.setdefault("initial_lr", float(group["lr"]))

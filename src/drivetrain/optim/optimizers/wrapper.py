@@ -199,7 +199,7 @@ class Cautious(WrappedOptimizer):
 
     def _take_decay(self, group: ParamGroup) -> tuple[float, float]:
         """Return the share by which this step decays weights, and the setting, which is zero during the step if the decay is decoupled."""
-        inner: Any = self
+        inner: Optimizer = self
         while isinstance(inner, WrappedOptimizer):
             inner = inner.base_optimizer
         name, decay = type(inner).__name__, group.get("weight_decay", 0.0)
