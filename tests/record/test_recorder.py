@@ -504,3 +504,14 @@ def test_default_device_of_the_program_does_not_matter(tmp_path):
         recorder.histogram("tensor", weights)
         recorder.scalar("x", weights.sum())
     assert [row["tag"] for row in read_metrics(tmp_path)] == ["list", "tensor", "x"]
+
+
+def test_rows_between_two_restores_belong_to_the_first(recorder):
+    recorder.scalar("x", 1.0)
+    recorder.step()
+    state = recorder.state_dict()
+    for value in (2.0, 3.0, 4.0):  # as often as a run is rolled back
+        recorder.load_state_dict(state)
+        recorder.scalar("x", value)
+    recorder.flush()
+    assert [row["value"] for row in read_metrics(recorder.output_dir)] == [1.0, 4.0]

@@ -269,7 +269,7 @@ class Recorder:
         if type(count) is not int or count < 0:
             raise StateError(f"the state of a Recorder has count={count!r}; expected a whole number of at least 0.")
         stream = self._stream
-        if stream.is_open:  # end this life first
+        if stream.is_open or stream.restored is not None:  # end this life first, also one that has written nothing yet
             stream.flush()
             stream.close_sinks()
         stream.restored = Resume(step=count, lines=state.get("lines"))
