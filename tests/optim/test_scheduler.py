@@ -311,6 +311,22 @@ def test_units_with_one_configuration_have_their_own_tensor_rates():
     assert [unit.base_lrs for unit in optim.values()] == [[1.0], [1.0]]
 
 
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_sparse_gradients_are_clipped_and_tested_like_dense_ones(clip):
+    models = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        models.append(nn.Embedding(6, 3, sparse=sparse, dtype=torch.float64))
+        unit = ConstantLr("SGD", {"lr": 0.5}, models[-1], grad_clip=clip, accum_grad=2)
+        for rows in ([1, 2, 2], [0, 2, 5], [1, 1, 1], [3, 1, 0]):
+            unit.step(models[-1](torch.tensor(rows)).pow(2).sum())
+        unit.step(models[-1](torch.tensor([1])).sum() * math.nan)
+        unit.step(models[-1](torch.tensor([2])).sum())
+        assert (unit.update_count, unit.skipped_steps) == (2, 1)
+    torch.testing.assert_close(*(model.weight for model in models))
+    assert ConstantLr("SparseAdam", None, models[0]).step(models[0](torch.tensor([1])).sum())
+
+
 class TestNonFinite:
     def poisoned(self, model, x):
         losses = losses_of(model, x)

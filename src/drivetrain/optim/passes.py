@@ -224,13 +224,21 @@ def update_units(units: Sequence["OptimScheduler"], logger: logging.Logger = _lo
     for unit in units:
         unit.last_grad_norm = None
         if unit.grad_clip is not None or unit.is_tested:
-            unit.last_grad_norm = norm = grad_norm(unit.params, unit.grad_norm_type, device=unit.params[0].device)
+            unit.last_grad_norm = norm = _norm(unit)
             if unit.grad_clip is not None:
                 scale_to_norm(unit.params, unit.grad_clip, norm)
     finite = _verdicts(units)
     stepped = [_step(unit, verdict, logger) for unit, verdict in zip(units, finite)]
     update_scalers(units)
     return stepped
+
+
+def _norm(unit: "OptimScheduler") -> Tensor:
+    gradients = [p.grad for p in unit.params if p.grad is not None]
+    if any(gradient.is_sparse for gradient in gradients):  # of an embedding: its norm is that of the rows it has
+        dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+        return torch.nn.utils.get_total_norm(dense, unit.grad_norm_type)
+    return grad_norm(unit.params, unit.grad_norm_type, device=unit.params[0].device)
 
 
 def update_scalers(units: Sequence["OptimScheduler"]) -> None:
