@@ -91,6 +91,8 @@ def peak(candidate, profile=PROFILE, machine=MACHINE):
         (effects(sequence=2, micro=10), 600 + 10 * 460 / 2),
         # Two stages and four micro-batches of two: two in flight on the first stage, 2 blocks each; gradients stay.
         (effects(pipe=2, micro=8, microbatches=4), 400 + 8 / 4 * max(2 * 200, 200 + 60)),
+        # ... sharded too: torch keeps a stage gathered, and its gradients whole, until the last micro-batch.
+        (effects(pipe=2, zero=4, sharding="fsdp", micro=8, microbatches=4), 100 + 8 / 4 * 2 * 200 + 4 * 25 + 40 + 100),
         (effects(micro=10, cpu_offload=True), 200 + 10 * 460),
     ],
 )  # fmt: skip

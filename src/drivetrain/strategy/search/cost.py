@@ -156,7 +156,7 @@ def gathered_bytes(e: Effects, profile: ModelProfile) -> float:
     blocks = profile.blocks
     block = max((unit.parameters for unit in blocks), default=0)
     rest = profile.parameters - sum(unit.parameters * unit.count for unit in blocks)
-    if e.gathers_whole:
+    if e.gathers_whole or e.stages > 1:  # a stage stays gathered between the micro-batches of a pipeline
         parameters = profile.parameters / e.stages
     else:  # one block in use, the next one on its way; what is outside of blocks stays
         count = sum(unit.count for unit in blocks)
@@ -166,8 +166,8 @@ def gathered_bytes(e: Effects, profile: ModelProfile) -> float:
 
 
 def _unreduced_window(e: Effects, profile: ModelProfile) -> float:
-    """Return whole gradients in float32, which sharding holds inside an accumulation window: it reduces only at the end."""
-    if not e.is_sharded or e.shards == 1 or e.accumulation == 1:
+    """Return whole gradients in float32, which sharding holds inside an accumulation window or a pipeline: it reduces only at the end."""
+    if not e.is_sharded or e.shards == 1 or e.accumulation * e.stages == 1:
         return 0.0
     return 4.0 * profile.trainable / e.parameter_ranks
 
@@ -371,7 +371,7 @@ def communication_time(e: Effects, profile: ModelProfile, machine: MachineProfil
     if e.is_sharded and e.shards > 1:
         link = link_of(e, "zero", machine)
         width = 0.5 if e.arithmetic == "bfloat16" else 1.0
-        gathers = e.gathers * e.accumulation
+        gathers = e.gathers * e.accumulation * (1 if e.gathers_whole else e.parts)
         hidden += gathers * collective_time(params * width, e.shards, link) + collective_time(grads, e.shards, link)
         hidden += 2 * collective_time(grads / e.shards, e.axes.get("data", 1), link_of(e, "data", machine))
         exposed += max(0.0, hidden - busy)
