@@ -5,7 +5,7 @@ pytorch-accelerated's, so files travel both ways; it is written under another na
 folder is a checkpoint of `drivetrain.checkpoint`: verified, without pickle, exact.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -209,10 +209,8 @@ def load_checkpoint(
             raise ValueError(
                 f"{path} holds the state of the {name}, but the Trainer has none. Create the {name} first, or pass load_{name}=False."
             )
-    for name, held in wanted:
-        saved = content[f"{name}_state_dict"]
-        if name == "optimizer" and isinstance(held[0], torch.optim.Optimizer):
-            given, own = _group_sizes(saved["param_groups"]), _group_sizes(held[0].param_groups)
+        if isinstance(held[0], torch.optim.Optimizer):
+            given, own = map(_group_sizes, (content["optimizer_state_dict"], held[0].state_dict()))
             if given != own:
                 raise ValueError(
                     f"{path} holds an optimizer whose groups have {given} parameters, and those of the Trainer's have {own}. Make the "
@@ -224,8 +222,8 @@ def load_checkpoint(
     return content
 
 
-def _group_sizes(groups: Sequence[Mapping[str, Any]]) -> list[int]:
-    return [len(group["params"]) for group in groups]
+def _group_sizes(optimizer: StateDict) -> list[int]:
+    return [len(group["params"]) for group in optimizer["param_groups"]]
 
 
 def _read(path: Path, device: object) -> StateDict:

@@ -117,15 +117,17 @@ class LimitEvalStepsCallback(TrainerCallback):
     on_evaluation_run_start = on_training_run_start
 
     def on_eval_epoch_start(self, trainer: "Trainer", is_intermediate: bool = False, **kwargs: object) -> None:
-        """Set or remove the limit of this evaluation."""
-        loader, is_limited = trainer.state.dataloader, is_intermediate or not self.limit_intermediate_only
-        if isinstance(loader, _EvalSlice):
-            loader.slice_size = self.num_eval_steps // num_data_ranks() if is_limited else None
+        """Limit this evaluation."""
+        if is_intermediate or not self.limit_intermediate_only:
+            self._limit(trainer, self.num_eval_steps // num_data_ranks())
 
     def on_eval_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
         """Remove the limit."""
-        if isinstance(trainer.state.dataloader, _EvalSlice):
-            trainer.state.dataloader.slice_size = None
+        self._limit(trainer, None)
+
+    def _limit(self, trainer: "Trainer", size: int | None) -> None:
+        if isinstance(loader := trainer.state.dataloader, _EvalSlice):
+            loader.slice_size = size
 
 
 class LimitBatchesCallback(TrainerCallback):
