@@ -9,7 +9,7 @@ from torch import nn
 
 import drivetrain.optim as optim
 from drivetrain.compat.registry import EXPORTS
-from drivetrain.optim import _OPTIMIZERS, _SCHEDULES
+from drivetrain.optim import _SCHEDULES, optimizers
 from drivetrain.train.schedulers import CosineLrScheduler, WSDLrScheduler
 
 COMPOSER_NAMES = EXPORTS["drivetrain.optim"]["drivetrain.compat.composer_schedulers"]
@@ -52,7 +52,7 @@ def make_trainer_schedule(cls, **settings):
 def walk():
     """Yield every (maker, class, the function whose arguments count) of the registries."""
     families = [
-        (make_optimizer, [getattr(optim, name) for name in _OPTIMIZERS[".optimizers"]], lambda cls: cls),
+        (make_optimizer, [getattr(optim, name) for name in optimizers.__all__], lambda cls: cls),
         (make_schedule, [getattr(optim, n) for names in _SCHEDULES.values() for n in names], lambda cls: cls.sche_init),
         (make_composer, [getattr(optim, n) for n in COMPOSER_NAMES if n.endswith("Scheduler")][1:], lambda cls: cls),
         (make_trainer_schedule, [CosineLrScheduler, WSDLrScheduler], lambda cls: cls),

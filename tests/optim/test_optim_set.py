@@ -485,6 +485,27 @@ class TestManualUnits:
             marks.append(optim.step_now("encoder", losses_of(model, x)))
         assert marks == [False, False, False, True] and optim["encoder"].update_count == 1
 
+    @pytest.mark.parametrize("is_first", [True, False])
+    def test_the_clock_goes_on_without_begin_batch(self, is_first):
+        model = EncoderDecoder()
+        optim = pair(model, encoder={"manual": True})
+        for x in batches(3):
+            if is_first:
+                optim.step_now("encoder", losses_of(model, x))
+            optim.backward(losses_of(model, x))
+            optim.step()
+            optim.zero_grad()
+            if not is_first:
+                optim.step_now("encoder", losses_of(model, x))
+        assert [one.update_count for one in optim.values()] == [3, 3]
+        assert optim["decoder"].real_step == 3 + (
+            not is_first
+        )  # a step after the passes of a batch belongs to the next
+        alone = OptimSet(main=unit(model, manual=True))
+        for x in batches(3):
+            alone.step_now("main", losses_of(model, x))
+        assert alone["main"].real_step == alone["main"].update_count == 3
+
     def test_step_now_is_for_manual_units_only(self):
         model = EncoderDecoder()
         with pytest.raises(RuntimeError, match="manual=True"):

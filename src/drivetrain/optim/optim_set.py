@@ -78,7 +78,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
         self._attach(None)
         self._batch = 0
         self._plan: BatchPlan | None = None
-        self._counts_batches_itself = False
+        self._counts_batches_itself = self._had_backward = False
         self._to_clear: list[OptimScheduler] = []
         self.skipped: list[bool | torch.Tensor] = []
         """For each unit of the last `step()`, whether its update was skipped; for fused optimizers a flag on the device."""
@@ -133,12 +133,17 @@ class OptimSet(Mapping[str, OptimScheduler]):
 
         Without `begin_batch` before it, each call is the next batch.
         """
-        if self._plan is None or self._counts_batches_itself:
-            self.begin_batch(self._batch + 1)
-            self._counts_batches_itself = True
+        self._count_batch()
+        self._had_backward = True
         last = len(self._now) - 1
         for index, one in enumerate(self._now):
             one.run(losses, weight, index < last)
+
+    def _count_batch(self) -> None:
+        """Open the next batch where nobody calls `begin_batch`: the first one, and when the present one has had its passes."""
+        if self._plan is None or (self._counts_batches_itself and self._had_backward):
+            self.begin_batch(self._batch + 1)
+            self._counts_batches_itself, self._had_backward = True, False
 
     def finish_gradients(self) -> None:
         """Average over ranks, unscale and rescale the gradients of the units whose windows close; once per batch."""
@@ -179,8 +184,8 @@ class OptimSet(Mapping[str, OptimScheduler]):
         unit = self[name]
         if not unit.manual:
             raise RuntimeError(f"unit {name!r} is stepped by the set; step_now is for units built with manual=True.")
-        if self._plan is None:
-            self.begin_batch(self._batch + 1)
+        self._count_batch()
+        self._had_backward = self._had_backward or not self._driven
         if not unit.is_active:
             return False
         with torch.autocast(unit.params[0].device.type, enabled=False), unit.sync.no_sync:
