@@ -231,7 +231,7 @@ class ExperimentGroup(_WithParameters):
     def experiment(
         self,
         name: object = None,
-        inherit_params: Any = None,
+        inherit_params: object = None,
         defaults: Mapping[str, object] | None = None,
         inherit_params_from_group: bool = True,
         *,
@@ -241,7 +241,7 @@ class ExperimentGroup(_WithParameters):
         make = lambda function, own: app.experiment_created(Experiment(function, own, defaults, directions))
         return _decorator(name, make, inherit_params, self, inherit_params_from_group)
 
-    def group(self, name: object = None, inherit_params: Any = None, inherit_params_from_group: bool = True) -> Any:
+    def group(self, name: object = None, inherit_params: object = None, inherit_params_from_group: bool = True) -> Any:
         """Declare a group within this group: `@group.group` or `@group.group(...)`."""
         return _decorator(name, ExperimentGroup, inherit_params, self, inherit_params_from_group)
 
@@ -313,7 +313,7 @@ def _decorator(
 
 def experiment(
     name: Any = None,
-    inherit_params: Any = None,
+    inherit_params: object = None,
     defaults: Mapping[str, object] | None = None,
     *,
     directions: Mapping[str, str] | None = None,
@@ -332,7 +332,7 @@ def experiment(
     return _decorator(name, make, inherit_params)
 
 
-def group(name: Any = None, inherit_params: Any = None) -> Any:
+def group(name: Any = None, inherit_params: object = None) -> Any:
     """Make a function a group of experiments; the function itself is never called."""
     return _decorator(name, ExperimentGroup, inherit_params)
 

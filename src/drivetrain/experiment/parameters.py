@@ -127,7 +127,7 @@ class Parameter:
         """Return text that was given for this parameter as messages show it: a secret is masked."""
         return MASK if self.is_secret else text
 
-    def _read_one(self, value: object, where: str, read: Callable[..., Any], *how: bool) -> Any:
+    def _read_one(self, value: object, where: str, read: Callable[..., object], *how: bool) -> object:
         try:
             return read(value, *how)
         except BadValue as problem:
@@ -180,11 +180,13 @@ class Parameter:
         return f"Parameter({self.name!r})"
 
 
-def own_containers(value: Any) -> Any:
+def own_containers(value: object) -> Any:
     """Return a value whose lists, dicts and sets are new ones, so that a run that changes them changes no other."""
     if type(value) is dict:
         return {key: own_containers(item) for key, item in value.items()}
-    return type(value)(map(own_containers, value)) if type(value) in (list, tuple, set) else value
+    if isinstance(value, list | tuple | set) and type(value) in (list, tuple, set):
+        return type(value)(map(own_containers, value))
+    return value
 
 
 def _is_same(one: object, other: object) -> bool:

@@ -46,10 +46,10 @@ class Proxy:
     def __format__(self, spec: str) -> str:
         return format(target(self), spec)
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return target(self)(*args, **kwargs)
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> object:
         return copy.copy(target(self))
 
     def __reduce_ex__(self, protocol: object) -> Any:

@@ -126,13 +126,7 @@ class CallSignature:
                 f"{self.function.__name__}: the parameter {name!r} has neither annotation nor default, so its type is "
                 f"unknown. Write {name}: float, or {name}=0.1."
             )
-        parameter = _parameter(name, annotation, default, extra, help)
-        if constraints:  # pydantic checks them, of a list as a whole
-            checked, container = annotated_type(typing.Annotated[(annotation, *constraints)]), parameter.container
-            if parameter.multiple:
-                parameter.container = lambda items: checked.convert(container(items))
-            else:
-                parameter.value_type = checked
+        parameter = _parameter(name, annotation, default, extra, help, constraints)
         parameter.from_signature = True
         self.parameters.append(parameter)
 
@@ -178,11 +172,14 @@ def _takes_dict(arguments: list[inspect.Parameter], hints: Mapping[str, object])
     return annotation is MISSING or (typing.get_origin(annotation) or annotation) in MAPPINGS
 
 
-def _parameter(name: str, annotation: object, default: object, extra: Param, help: str | None) -> Parameter:
+def _parameter(
+    name: str, annotation: object, default: object, extra: Param, help: str | None, constraints: list[object]
+) -> Parameter:
     declared = _kind_of_default(default) if annotation is MISSING else annotation
     inner = without_none(declared)
     origin = typing.get_origin(inner) or inner
     items = typing.get_args(inner)
+    checked = typing.Annotated[(annotation, *constraints)] if constraints else declared
     # A tuple with a type for each position is one value, which pydantic checks.
     is_list = origin in LISTS and (origin is not tuple or not items or items[1:] == (Ellipsis,))
     parameter = Parameter(
@@ -201,9 +198,10 @@ def _parameter(name: str, annotation: object, default: object, extra: Param, hel
     parameter.calls_default = False  # a function in a signature is a value
     if extra.allowed_values is None:
         parameter.type = (items[0] if items else Any) if is_list else inner
-        parameter.value_type = annotated_type(parameter.type)
+        parameter.value_type = annotated_type(parameter.type if is_list or not constraints else checked)
     if is_list:
-        parameter.container = LISTS[origin]
+        make = LISTS[origin]
+        parameter.container = (lambda items: annotated_type(checked).convert(make(items))) if constraints else make
     return parameter
 
 

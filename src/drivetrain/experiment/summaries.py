@@ -129,6 +129,14 @@ class MetricsSummary:
             self.metric(tags[raw]).extend(steps, values)
         return True
 
+    def advance(self, num_lines: int, num_bytes: int) -> None:
+        """Count what was read."""
+        self.lines, self.end = self.lines + num_lines, self.end + num_bytes
+
+    def finish(self, tail: int, facts: os.stat_result) -> None:
+        """Note the state of the file that was read."""
+        self.tail, self.size, self.modified = tail, facts.st_size, facts.st_mtime_ns
+
 
 Summary = TypeVar("Summary", bound=MetricsSummary)
 
@@ -154,7 +162,7 @@ def read_added(known: Summary, file: Path) -> Summary:
             return known
         grew = known.size < facts.st_size and _tail(stream, known.end) == known.tail
         summary = _extended(known if grew else type(known)(), stream, facts.st_size, file)
-        summary.tail, summary.size, summary.modified = _tail(stream, summary.end), facts.st_size, facts.st_mtime_ns
+        summary.finish(_tail(stream, summary.end), facts)
     return summary
 
 
@@ -176,8 +184,7 @@ def _extended(summary: Summary, stream: BinaryIO, size: int, file: Path) -> Summ
                     row["step"] >= step if lines is None else place >= lines for _, step, lines in resumes
                 ):  # else it was recorded again after that resume
                     summary.add_row(row)
-        summary.lines += num_lines
-        summary.end += len(block)
+        summary.advance(num_lines, len(block))
     return summary
 
 

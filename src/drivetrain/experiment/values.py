@@ -230,7 +230,7 @@ def without_none(annotation: object) -> Any:
 
 def adapted_type(annotation: object) -> ValueType:
     """Return the type of any other annotation, checked by pydantic; on a command line it is written as JSON."""
-    shown: Any = typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
+    shown: object = typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
     origin = typing.get_origin(shown)
     name = shown.__name__ if isinstance(shown, type) and origin is None else str(shown).replace("typing.", "")
     adapter = functools.cache(lambda: _adapter(annotation))

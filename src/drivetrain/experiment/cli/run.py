@@ -64,13 +64,14 @@ ARGUMENTS = {
 
 def run(arguments: argparse.Namespace) -> int:
     """Run an experiment in this process, or on several if its options request it."""
-    experiment, words, program = _find("run", arguments)
-    return start_words(experiment, words, program=program, as_json=arguments.json)
+    experiment, words = find_experiment(arguments.target, arguments.options)
+    return start_words(experiment, words, program=_command("run", arguments, words), as_json=arguments.json)
 
 
 def launch(arguments: argparse.Namespace) -> int:
     """Run an experiment on several processes."""
-    experiment, words, program = _find("launch", arguments)
+    experiment, words = find_experiment(arguments.target, arguments.options)
+    program = _command("launch", arguments, words)
     wanted = {name: getattr(arguments, name) for name in LAUNCH_OPTIONS}
     wanted["nproc_per_node"] = wanted["nproc_per_node"] or "auto"
     # As options of the experiment, before its own, so that values are checked and recorded by the one rule there is.
@@ -78,11 +79,9 @@ def launch(arguments: argparse.Namespace) -> int:
     return start_words(experiment, ["--distributed", *options, *words], program=program, as_json=arguments.json)
 
 
-def _find(verb: str, arguments: argparse.Namespace) -> tuple[Any, list[str], str]:
-    """Return the experiment, its options, and the command that names it."""
-    experiment, words = find_experiment(arguments.target, arguments.options)
-    names = arguments.options[: len(arguments.options) - len(words)]  # in a group
-    return experiment, words, " ".join(("drivetrain", verb, arguments.target, *names))
+def _command(verb: str, arguments: argparse.Namespace, words: list[str]) -> str:
+    """Return the command without the words that are options of the experiment: in a group it names the experiment."""
+    return " ".join(("drivetrain", verb, arguments.target, *arguments.options[: len(arguments.options) - len(words)]))
 
 
 def demo(arguments: argparse.Namespace) -> int:

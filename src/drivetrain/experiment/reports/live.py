@@ -100,7 +100,7 @@ class Board:
                 del self._runs[folder]
                 continue
             version = self._version + 1
-            run.stamp, run.version = stamp, version
+            run.note(stamp, version)
             for name, text in blobs.items():
                 self._blobs.setdefault(name, (version, text))
         needed = {name for run in self._runs.values() for name in run.blobs}
@@ -127,6 +127,10 @@ class WatchedRun:
         self.known = run.recorded if run.record.is_live and not run.notes else MetricsCurves()
         self.blobs = set(blobs.texts)
         return blobs.texts
+
+    def note(self, stamp: tuple[object, ...], version: int) -> None:
+        """Remember the files and the change that this is."""
+        self.stamp, self.version = stamp, version
 
 
 def _stamp(folder: Path) -> tuple[object, ...]:

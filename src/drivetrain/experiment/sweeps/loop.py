@@ -70,8 +70,7 @@ class SweepLoop:
             for trial in self.trials.values():  # of an earlier part of the sweep: what was begun runs first
                 self.sampler.replay(trial)
                 if trial.status in (ASKED, RUNNING) or (trial.status == FAILED and trial.attempts <= self.retries):
-                    trial.attempts -= trial.status == RUNNING  # what was interrupted is continued, and is no retry
-                    trial.status = ASKED
+                    trial.wait()
                     self.waiting.append(trial)
                     _wait_for_orphan(trial)
             while self._fill() or self.running:
@@ -129,7 +128,7 @@ class SweepLoop:
 
     def _report(self, trial: Trial, value: float, step: int) -> bool:
         """Take a report of a running trial, and return whether to stop the trial."""
-        trial.reported = (step, value)
+        trial.report(value, step)
         prune = getattr(self.sampler, "should_prune", None)
         return prune is not None and bool(prune(trial, value, step))
 

@@ -83,6 +83,15 @@ class Trial:
         elif is_number(result):
             self.value = float(result)
 
+    def report(self, value: float, step: int) -> None:
+        """Take a report."""
+        self.reported = (step, value)
+
+    def wait(self) -> None:
+        """Be asked for again in a sweep that is resumed; an attempt that was interrupted is continued, and is no retry."""
+        self.attempts -= self.status == RUNNING
+        self.status = ASKED
+
     @property
     def elapsed(self) -> float:
         """Seconds of all attempts, up to this moment."""
