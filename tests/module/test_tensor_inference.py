@@ -83,6 +83,14 @@ def blocks(attention, **kwargs):
     return nn.Sequential(*[Block(attention, **kwargs) for _ in range(3)])
 
 
+class Asserting(Eager):
+    """Checks sizes without a message, as much code does."""
+
+    def forward(self, x):
+        assert self.q(x).shape[-1] == WIDTH
+        return super().forward(x)
+
+
 MLP = {"gate": "colwise", "up": "colwise", "down": "rowwise"}
 ATTENTION = {"q": "colwise", "k": "colwise", "v": "colwise", "out": "rowwise"}
 
@@ -93,6 +101,7 @@ ATTENTION = {"q": "colwise", "k": "colwise", "v": "colwise", "out": "rowwise"}
         (GlobalHeads, "do not add up"),
         (Fused, "globally|do not add up"),
         (NormedQueries, "partial gradients"),
+        (Asserting, "global number of features"),
     ],
 )
 def test_attention_that_cannot_be_split_stays_whole_beside_a_split_mlp(attention, remark):

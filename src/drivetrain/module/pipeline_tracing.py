@@ -21,7 +21,7 @@ from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.module.probing import attributes_set, buffers_copied, on_fake_tensors
+from drivetrain.module.probing import attributes_set, buffers_copied, first_line, on_fake_tensors
 
 VALUE, FLOPS = "value", "flops"
 _FACTORIES = (
@@ -57,12 +57,17 @@ def _trace(
     try:
         # A batch norm would count the fake batch, and remembered keys belong to whole models.
         with _factories_traced(tracer), buffers_copied(model), on_fake_tensors(model):
-            return tracer.trace(model, concrete_args=constants or None)
+            graph = tracer.trace(model, concrete_args=constants or None)
+            for path, module in model.named_modules():
+                for name, buffer in module._buffers.items():
+                    if isinstance(buffer, fx.Proxy):
+                        raise _changed_buffer(model, f"{path}.{name}".lstrip("."))
+            return graph
     except ConfigError:
         raise
     except Exception as error:  # whatever the user's code does with a value that is not there yet
         raise ConfigError(
-            f"the forward of {type(model).__name__} cannot be traced between its blocks: {type(error).__name__}: {_first_line(error)} "
+            f"the forward of {type(model).__name__} cannot be traced between its blocks: {type(error).__name__}: {first_line(error)}. "
             "Between blocks, control flow must not depend on tensor contents, and values must be tensors, sizes or plain containers. Move "
             "such code into its own module."
         ) from error
@@ -70,9 +75,11 @@ def _trace(
         torch.set_rng_state(state)
 
 
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return (text[0] if text else "").rstrip(".") + "."
+def _changed_buffer(model: nn.Module, name: str) -> ConfigError:
+    return ConfigError(
+        f"the forward of {type(model).__name__} changes the buffer {name!r} between its blocks, which no stage would keep. Move such code "
+        "into its own module."
+    )
 
 
 class _ValueProxy(fx.Proxy):
@@ -84,6 +91,7 @@ class _ValueProxy(fx.Proxy):
 
     def __setitem__(self, index: object, value: object) -> None:
         """Record a copy that has the item; this value is the copy from now on."""
+        self.tracer.reject_buffer(self.node)  # type: ignore[attr-defined]
         self.node = self.tracer.create_proxy("call_function", with_item, (self, index, value), {}).node
 
 
@@ -165,6 +173,7 @@ class _Tracer(fx.Tracer):
         is_in_place = kind == "call_method" and target.endswith("_") and not target.endswith("__")
         changed = args[0] if is_in_place and isinstance(args[0], fx.Proxy) else None
         if changed is not None:
+            self.reject_buffer(changed.node)
             kind, target, args = "call_function", changed_copy, (changed, target, *args[1:])
         proxy = super().create_proxy(kind, target, args, kwargs, *others, **more)
         if self._mode is not None:
@@ -172,6 +181,11 @@ class _Tracer(fx.Tracer):
         if changed is not None:
             changed.node = proxy.node
         return proxy
+
+    def reject_buffer(self, node: fx.Node) -> None:
+        """Raise if a value that is about to be changed in place is a buffer of the model: only a copy would be changed."""
+        if node.op == "get_attr" and str(node.target) in dict(self.root.named_buffers(remove_duplicate=False)):
+            raise _changed_buffer(self.root, str(node.target))
 
     def _compute(self, node: fx.Node) -> None:
         """Give a node the value it has for the sample; one that cannot be computed has none."""

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.blocks import find_blocks
-from drivetrain.module.probing import LENGTH, floats_in, tensors_in
+from drivetrain.module.probing import LENGTH, first_line, floats_in, tensors_in
 from drivetrain.module.tensor_parallel import is_splittable
 from drivetrain.module.tensor_trials import BlockTrial, agree, inputs_of_blocks, structure_of, trying
 from drivetrain.module.wrapping import written_class
@@ -116,7 +116,7 @@ class _PiecesTrial(BlockTrial):
         try:
             expected = self._run_whole()
         except Exception as error:  # the block needs other arguments
-            raise _CannotRun(f"it could not be tried ({type(error).__name__}: {_line(error)})") from error
+            raise _CannotRun(f"it could not be tried ({type(error).__name__}: {first_line(error)})") from error
         for name, module in self.block.named_modules():
             parents = [name.rsplit(".", depth)[0] for depth in range(name.count(".") + 1)]
             has_own = name and next(module.parameters(recurse=False), None) is not None
@@ -137,7 +137,7 @@ class _PiecesTrial(BlockTrial):
                 self.rank = 0
                 continue
             except Exception as error:  # code that finds another length than it expects
-                raise _CannotRun(f"its code depends on the length it sees ({_line(error)})") from error
+                raise _CannotRun(f"its code depends on the length it sees ({first_line(error)})") from error
             if not found or not getattr(found[0], _PIECE, False):
                 raise _CannotRun("what it returns is not a piece of the sequence")
             if not agree([self._piece(expected[0]), *expected[1:]], found):
@@ -265,7 +265,3 @@ def _as_piece(x: Tensor) -> Tensor:
 def _labelled(x: Tensor, label: str) -> Tensor:
     setattr(x, _LABEL, label)
     return x
-
-
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:160]

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from drivetrain.core.display import shown_bytes
 from drivetrain.module.blocks import find_blocks
-from drivetrain.module.probing import attributes_set, tensors_in
+from drivetrain.module.probing import attributes_set, first_line, tensors_in
 from drivetrain.module.tensor_parallel import features, is_splittable, weight_dim
 from drivetrain.module.tensor_trials import BlockTrial, agree, inputs_of_blocks, structure_of, trying
 
@@ -74,7 +74,7 @@ def _infer_block(name: str, block: nn.Module, size: int, given: Any, remarks: li
         try:
             trial = _SplitTrial(block, given)
         except Exception as error:  # the block needs other arguments, or code that cannot be followed
-            remarks.append(f"{name} could not be tried ({type(error).__name__}: {str(error).splitlines()[0][:200]})")
+            remarks.append(f"{name} could not be tried ({type(error).__name__}: {first_line(error)})")
             return {}
         styles: dict[str, str] = {}
         for pair in trial.pairs:
@@ -136,8 +136,8 @@ class _SplitTrial(BlockTrial):
         for rank in range(size):
             try:
                 outputs = self._run_share(pair, rank, size, shares)
-            except (RuntimeError, ValueError, IndexError, TypeError) as error:
-                return f"the code between them uses the global number of features ({str(error).splitlines()[0][:120]})"
+            except Exception as error:  # whatever a model raises about sizes, assertions among it
+                return f"the code between them uses the global number of features ({first_line(error)})"
             if not agree(self.whole, outputs):
                 return "their outputs are used elsewhere too"
         for name, parts in shares.items():
