@@ -234,11 +234,12 @@ def update_units(units: Sequence["OptimScheduler"], logger: logging.Logger = _lo
 
 
 def _norm(unit: "OptimScheduler") -> Tensor:
-    gradients = [p.grad for p in unit.params if p.grad is not None]
-    if any(gradient.is_sparse for gradient in gradients):  # of an embedding: its norm is that of the rows it has
-        dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-        return torch.nn.utils.get_total_norm(dense, unit.grad_norm_type)
-    return grad_norm(unit.params, unit.grad_norm_type, device=unit.params[0].device)
+    try:
+        return grad_norm(unit.params, unit.grad_norm_type, device=unit.params[0].device)
+    except NotImplementedError:  # a sparse gradient, of an embedding: its norm is that of the rows it has
+        held = [p.grad for p in unit.params if p.grad is not None]
+        rows = [grad.coalesce().values() if grad.is_sparse else grad for grad in held]
+        return torch.nn.utils.get_total_norm(rows, unit.grad_norm_type)
 
 
 def update_scalers(units: Sequence["OptimScheduler"]) -> None:
