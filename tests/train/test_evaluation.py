@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.train.callbacks import (
     EarlyStoppingCallback,
     LimitBatchesCallback,
@@ -352,3 +352,9 @@ def test_ranks_stop_together_at_an_evaluation_inside_an_epoch(world2):
     assert first == second and first[:2] == (8, [2, 4, 6, 8])
     alone = make_trainer(seed=1).evaluate({"clean": make_data(9), "noisy": make_data(5)})
     assert first[2] == pytest.approx(alone)
+
+
+def test_evaluation_data_that_can_be_read_only_once_is_named():
+    batches = (make_data(8)[:] for _ in range(2))
+    with pytest.warns(DrivetrainWarning, match="the evaluation data is a generator"):
+        train(make_trainer(), num_epochs=2, eval_dataset=batches)

@@ -190,13 +190,18 @@ def _splits_itself(loader: DataLoader[object]) -> bool:
     return True
 
 
-def check_training_loader(loader: Any, dataset: Any, settings: TrainSettings) -> None:
-    """Raise for a loader without batches, and warn about one that can be read only once."""
+def warn_if_read_once(purpose: str, settings: TrainSettings, loader: object) -> None:
+    """Warn about a loader that has nothing to give after the first epoch."""
     if isinstance(loader, Iterator) and settings.epochs != 1:
         warn(
-            f"the training data is a {type(loader).__name__}, which can be read only once: epochs after the first will be empty. Give "
+            f"the {purpose} data is a {type(loader).__name__}, which can be read only once: epochs after the first will be empty. Give "
             "an iterable that can restart, or num_epochs=1."
         )
+
+
+def check_training_loader(loader: Any, dataset: Any, settings: TrainSettings) -> None:
+    """Raise for a loader without batches, and warn about one that can be read only once."""
+    warn_if_read_once("training", settings, loader)
     if length(loader) != 0:
         return
     if loader is dataset or not isinstance(loader, SmartDataLoader):

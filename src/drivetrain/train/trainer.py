@@ -557,6 +557,7 @@ class Trainer(TrainerLoop):
         loaders.check_training_loader(loader, self.train_dataset, settings)
         data.train = loaders.limit(loader, overfit or settings.limit_train_batches)
         if data.evaluation is not None:
+            loaders.map_loaders(partial(loaders.warn_if_read_once, "evaluation", settings), data.evaluation)
             data.evaluation = loaders.prepare(self.device, data.evaluation, overfit or settings.limit_eval_batches)
             self._check_eval_batch_size()
         self.engine.call("on_loaders_made")
