@@ -342,6 +342,20 @@ def test_a_hook_that_holds_the_original_leaves_no_fake_tensor_in_it():
     assert simulate(make_task(model), Strategy([]), world=1).failure is None
 
 
+class HoldsNothing(TinyGPT):
+    def __init__(self):
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0, 3))  # torch cannot reduce its gradient
+
+    def forward(self, tokens, labels=None):
+        return super().forward(tokens) + self.empty.sum()
+
+
+def test_what_fails_in_a_simulation_is_its_result_and_not_on_the_terminal(capfd):
+    found = simulate(make_task(HoldsNothing()), Strategy(["parallel_mode", "zero2"]), world=2)
+    assert "non-empty" in found.failure and capfd.readouterr().err == ""
+
+
 class ReadsValues(TinyGPT):
     def forward(self, tokens, labels=None):
         if float(super().forward(tokens).mean()) > 0:

@@ -67,14 +67,14 @@ class Prediction:
     """Of the compiler, before the first step; 0 where nothing is compiled."""
 
 
-def profile_machine(device: torch.device, *, time_limit: float = 10.0, refresh: bool = False) -> MachineProfile:
+def profile_machine(device: torch.device, *, time_limit: float = 10.0) -> MachineProfile:
     """Return what this machine can do, from the cache if it was measured before. This process does not initialize a device.
 
-    `time_limit` is in seconds; too little for a child process means the cache, else a data sheet. `refresh` measures again.
+    `time_limit` is in seconds; too little for a child process means the cache, else a data sheet.
     """
     ranks = _local_ranks()
     path = _cache_file(device, ranks)
-    known = None if refresh else read_machine(path)
+    known = read_machine(path)
     before = None if known is None else known.times
     if (known is None or (before is not None and not before.is_complete)) and time_limit >= _LEAST_SECONDS:
         found = _measured(device, time_limit, ranks, () if before is None else tuple(before.grids))
@@ -109,7 +109,6 @@ def machine_from_spec(spec: DeviceSpec) -> MachineProfile:
         intra=Link(latency=_LATENCY[kind], bandwidth=EFFICIENCY * intra),
         inter=Link(latency=_INTER_LATENCY, bandwidth=EFFICIENCY * (spec.inter_bw or min(intra, 10e9))),
         per_node=spec.per_node,
-        capability=spec.capability,
     )
 
 
@@ -240,7 +239,6 @@ def _group_size(device: torch.device, ranks: int) -> int:
 def _as_machine(device: torch.device, found: Figures, ranks: int) -> MachineProfile:
     presumed = _presumed(device)
     total, free = host_memory() if device.type == "cpu" else (found.get("memory", 0), found.get("free", 0))
-    capability = found.get("capability")
     link = link_of(found["link"], _group_size(device, ranks)) if found.get("link") else presumed.intra
     return replace(
         presumed,
@@ -252,7 +250,6 @@ def _as_machine(device: torch.device, found: Figures, ranks: int) -> MachineProf
         launch=found["launch"],
         intra=link,
         per_node=max(ranks, torch.cuda.device_count() if device.type == "cuda" else ranks),
-        capability=(capability[0], capability[1]) if capability else None,
         host_bandwidth=found.get("host_bandwidth", presumed.host_bandwidth),
         threads=found["threads"],
         times=timetable_from_plain(found["times"]),
@@ -405,9 +402,7 @@ def machine_from_plain(held: Figures) -> MachineProfile:
     values = dict(held)
     for name in ("intra", "inter"):
         values[name] = Link(latency=float(values[name]["latency"]), bandwidth=float(values[name]["bandwidth"]))
-    if values.get("capability") is not None:
-        first, second = values["capability"]
-        values["capability"] = (int(first), int(second))
+    values.pop("capability", None)  # of earlier versions
     values["flops"] = {str(name): float(rate) for name, rate in dict(values["flops"]).items()}
     values["corrections"] = {str(name): float(rate) for name, rate in dict(values["corrections"]).items()}
     values["times"] = None if values.get("times") is None else timetable_from_plain(values["times"])

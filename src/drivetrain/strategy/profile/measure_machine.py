@@ -50,7 +50,6 @@ def measure(
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         found |= {"memory": total, "free": free, "name": torch.cuda.get_device_name(device)}
-        found["capability"] = list(torch.cuda.get_device_capability(device))
         found["host_bandwidth"] = _host_bandwidth(device)
     if world > 1:
         found["link"] = _link(device, rank, world, store)

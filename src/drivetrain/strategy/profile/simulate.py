@@ -39,7 +39,7 @@ from drivetrain.strategy.profile.fake_world import (
 )
 from drivetrain.strategy.profile.findings import optimizer_settings
 from drivetrain.strategy.profile.step_memory import CATEGORIES, Record, StepMemory, Update, by_category
-from drivetrain.strategy.profile.torch_private import ROUNDING, fake_mode, faked
+from drivetrain.strategy.profile.torch_private import ROUNDING, fake_mode, faked, torch_is_quiet
 from drivetrain.strategy.profile.unit_recorder import hooked
 from drivetrain.strategy.registry import find_method
 from drivetrain.strategy.resolve import resolve_plan
@@ -118,7 +118,7 @@ def _simulate(task: TrainingTask, plan: Strategy, world: int, kind: str, deadlin
         for entry in plan:
             if (reason := find_method(entry.name).prevents_simulation) is not None:
                 raise NotImplementedError(reason)
-        with warnings.catch_warnings():
+        with torch_is_quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what a plan would warn about is said when it is applied
             _leave_out_replicas(job)
             result = _numbers(job, *_run(job))

@@ -53,6 +53,20 @@ def faked(mode: "FakeTensorMode", tensor: Tensor) -> Tensor:
         return torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu")
 
 
+@contextmanager
+def torch_is_quiet() -> Iterator[None]:
+    """Log nothing that fails on fake tensors: it is reported as the reason why something is not known."""
+    loggers = [logging.getLogger(name) for name in ("torch._dynamo", "torch._subclasses")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
+
+
 def operation_flops(function: "Operation", args: tuple, kwargs: Mapping[str, object], result: object) -> float:
     """Return the floating-point operations of one dispatched operation; 0 except for products, convolutions and attention."""
     from torch.utils.flop_counter import flop_registry
@@ -192,18 +206,14 @@ def traced_saved_bytes(function: Callable[..., Tensor], inputs: object) -> float
         return {code for reference in references if (code := reference()) is not None}
 
     backend = aot_autograd(**_as_inductor_does(partition))
-    loggers = [logging.getLogger(name) for name in ("torch._dynamo", "torch._subclasses")]
-    levels, before = [logger.level for logger in loggers], seen()
+    before = seen()
     try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        torch.compile(function, backend=backend, dynamic=False)(inputs)
+        with torch_is_quiet():
+            torch.compile(function, backend=backend, dynamic=False)(inputs)
     finally:
         for code in seen() - before:
             reset_code(code)
         pgo.reset_code_state()
-        for logger, level in zip(loggers, levels):
-            logger.setLevel(level)
     if not saved:
         raise PrivateFeatureMissing("the compiler's front end made no graph that needs a gradient")
     if len(saved) > _MOST_GRAPHS:

@@ -90,7 +90,6 @@ class UnitRecorder(TorchDispatchMode):
         self.output_bytes = 0.0
         """The size of what the model returned."""
         self.sequence_length: int | None = None
-        self.has_dropout = False
         self.cross_entropy_head: str | None = None
         self._members, self._rest = members, rest
         self._stack: list[tuple[int, nn.Module | None]] = [(rest, None)]
@@ -199,8 +198,6 @@ class UnitRecorder(TorchDispatchMode):
         name = func._schema.name
         if "scaled_dot_product" in name and inputs[0].ndim == 4:
             self.current.heads = inputs[0].shape[1]
-        elif name == "aten::native_dropout":
-            self.has_dropout = True
         elif name in _FOLLOWED and inputs:
             origin = self._origins.get(self._key(inputs[0]))
             if origin is not None:

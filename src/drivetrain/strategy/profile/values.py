@@ -104,7 +104,6 @@ class ModelProfile:
     """What its step allocates in addition, at most, when it is not fused."""
     has_batchnorm: bool = False
     has_convolution: bool = False
-    has_dropout: bool = False
     cross_entropy_head: str | None = None
     """Name of the final Linear whose output goes into a cross entropy, or None."""
     is_one_graph: bool = False
@@ -223,7 +222,6 @@ class MachineProfile:
     intra: Link
     inter: Link
     per_node: int = 8
-    capability: tuple[int, int] | None = None
     host_bandwidth: float = 20e9
     """Bytes per second between device and host memory."""
     threads: int = 1
