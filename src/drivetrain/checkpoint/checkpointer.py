@@ -106,6 +106,8 @@ class Checkpointer:
         for method, call in {"state_dict": {}, "load_state_dict": {"strict": True}}.items():
             try:
                 inspect.signature(getattr(ctx, method)).bind(*[{}] * len(call), **call)
+            except ValueError:
+                continue  # a built-in without a signature
             except (AttributeError, TypeError):
                 raise ConfigError(
                     f"Checkpointer: a {type(ctx).__name__} has no {method}({'state, strict' if call else ''}). Give a Context; for a "
