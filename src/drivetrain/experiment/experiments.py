@@ -107,6 +107,9 @@ class _WithParameters:
     def add_signature(self) -> None:
         """Declare the parameters of the function's signature; a group's function is never called, so it has none."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
 
 class Experiment(_WithParameters):
     """A function with parameters that can be run: from Python, from a command line, in a process of its own."""
@@ -155,8 +158,7 @@ class Experiment(_WithParameters):
         """Run in this process and return what the main function returns: `digits.run(lr=0.1)` or `digits.run({"lr": 0.1})`."""
         return self._start(self.resolve({**(params or {}), **values}))
 
-    def __call__(self, params: Mapping[str, object] | None = None, **values: object) -> object:
-        return self.run(params, **values)
+    __call__ = run
 
     def resolve(self, params: Mapping[str, object]) -> Resolved:
         """Return the value and origin of every parameter, as a run with these would have them."""
@@ -208,9 +210,6 @@ class Experiment(_WithParameters):
         from drivetrain.experiment.running import run_experiment
 
         return run_experiment(self, resolved, **options)
-
-    def __repr__(self) -> str:
-        return f"Experiment({self.name!r})"
 
 
 class ExperimentGroup(_WithParameters):
@@ -283,9 +282,6 @@ class ExperimentGroup(_WithParameters):
             near = nearest_name(name, [entry.name for entry in self.experiments])
             what = f"there is no experiment {name!r}" + (f"; did you mean {near!r}?" if near else "")
         raise ParameterError(f"{what.rstrip('.')}\nExperiments:\n{self.tree('  ')}")
-
-    def __repr__(self) -> str:
-        return f"ExperimentGroup({self.name!r})"
 
 
 def _decorator(
