@@ -36,7 +36,7 @@ class SplitLogits(TorchFunctionMode):
     ) -> object:
         kwargs = dict(kwargs or {})
         values = [*args, *kwargs.values()]
-        values += [item for value in values if type(value) in (list, tuple) for item in value]  # torch.cat([...])
+        values += [item for value in values if isinstance(value, list | tuple) for item in value]  # torch.cat([...])
         if not any(getattr(value, _MARK, False) for value in values):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
