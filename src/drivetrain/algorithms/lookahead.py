@@ -44,7 +44,7 @@ class Lookahead(Algorithm):
             check_choice("schedule", schedule, ("cubic",), owner="Lookahead")
         self.k, self.alpha, self.schedule = k, alpha, schedule
         self._slow: AveragedWeights | None = None
-        self._restored: Mapping[str, object] | None = None
+        self._restored: StateDict | None = None
         self._steps = 0
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
@@ -55,8 +55,7 @@ class Lookahead(Algorithm):
             if self._restored is not None:
                 # A layer may have made buffers of whole numbers after the run had started, as GyroDropout does.
                 late = {name: value for name, value in self._slow.named_tensors() if not value.is_floating_point()}
-                shadow: Any = self._restored["shadow"]
-                self._slow.load_state_dict({**self._restored, "shadow": {**late, **shadow}})
+                self._slow.load_state_dict({**self._restored, "shadow": {**late, **self._restored["shadow"]}})
             self._restored = None
         if event is Event.AFTER_STEP:
             self._steps += 1

@@ -21,9 +21,10 @@ from drivetrain.core.containers import leaves
 from drivetrain.core.types import Batch
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.module.precision import parse_precision
+from drivetrain.module.probing import attributes_set
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import data_group, is_distributed, num_data_ranks
-from drivetrain.runtime.seeds import capture_rng, restore_rng
+from drivetrain.runtime.seeds import rng_kept
 
 
 def autocast_of(state: State) -> AbstractContextManager[object]:
@@ -91,20 +92,16 @@ def without_trace(state: State) -> Iterator[None]:
         for module in bare_model(state).modules()
         for name, buffer in module._buffers.items()
     ]
-    accelerator = None if state.device.type == "cpu" else torch.get_device_module(state.device)
-    generators = torch.get_rng_state(), None if accelerator is None else accelerator.get_rng_state()
-    own = [(generator, generator.get_state()) for generator in state.generators.values()]
-    try:
-        yield
-    finally:
-        torch.set_rng_state(generators[0])
-        if accelerator is not None:
-            accelerator.set_rng_state(generators[1])
-        for generator, numbers in own:
-            generator.set_state(numbers)
-        with torch.no_grad():
-            for buffers, name, buffer, before in kept:
-                buffers[name] = buffer if buffer is None or before is None else buffer.copy_(before)
+    generators = [(generator, generator.get_state()) for generator in state.generators.values()]
+    with rng_kept():
+        try:
+            yield
+        finally:
+            for generator, numbers in generators:
+                generator.set_state(numbers)
+            with torch.no_grad():
+                for buffers, name, buffer, before in kept:
+                    buffers[name] = buffer if buffer is None or before is None else buffer.copy_(before)
 
 
 def run_and_forget(state: State, batch: object) -> None:
@@ -137,22 +134,13 @@ def measure_batch_norms(state: State, max_batches: int | None = None) -> bool:
     layers = batch_norms(model)
     if not layers or state.train_dataloader is None:
         return False
-    kept = capture_rng(), [(module, module.training) for module in model.modules()], [m.momentum for m in layers]
-    try:
-        model.eval()  # dropout is off; only what is measured trains
+    # Dropout is off, only what is measured trains, and the statistics are a mean over all batches.
+    modes: list[tuple[object, str, object]] = [(m, "training", m in layers) for m in model.modules()]
+    with rng_kept(), attributes_set([*modes, *((layer, "momentum", None) for layer in layers)]), autocast_of(state):
         for layer in layers:
             layer.reset_running_stats()
-            layer.momentum = None  # a mean over all batches
-            layer.train()
-        with autocast_of(state):
-            for batch in itertools.islice(_own_pass(state), max_batches):
-                call_model(state, batch)
-    finally:
-        restore_rng(kept[0])
-        for module, training in kept[1]:
-            module.training = training
-        for layer, momentum in zip(layers, kept[2]):
-            layer.momentum = momentum
+        for batch in itertools.islice(_own_pass(state), max_batches):
+            call_model(state, batch)
     if is_distributed() and num_data_ranks() > 1:
         for buffer in (buffer for layer in layers for buffer in (layer.running_mean, layer.running_var)):
             assert buffer is not None
