@@ -232,3 +232,55 @@ def test_what_a_stage_makes_for_itself_has_the_type_that_sharding_casts_to():
         split.parts[1].compute_dtype = dtype
         split.parts[1](torch.ones(2, 3, 4), tokens=tokens)
         assert seen == [dtype or torch.float32]
+
+
+class Centered(nn.Module):
+    """A model that keeps a running mean outside of its blocks."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.register_buffer("mean", torch.zeros(4))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(4))
+
+    def forward(self, x):
+        if self.how == "method" and self.training:
+            self.mean.lerp_(x.mean(0).detach(), 0.1)
+        elif self.how == "sum":
+            self.mean += 1
+        elif self.how == "item":
+            self.mean[0] = x.mean()
+        elif self.how == "assignment":
+            self.mean = x.mean(0).detach()
+        for block in self.blocks:
+            x = block(x)
+        return x - self.mean
+
+
+@pytest.mark.parametrize("how", ["method", "sum", "item", "assignment"])
+def test_a_buffer_that_changes_between_blocks_is_refused(how):
+    with pytest.raises(ConfigError, match="changes the buffer 'mean'"):
+        split_model(Centered(how), 2, given={"x": torch.randn(2, 4)})
+    assert len(split_model(Centered("never"), 2, given={"x": torch.randn(2, 4)}).parts) == 2
+
+
+class WithUnused(nn.Module):
+    """A model whose forward does not use everything that it saves."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(4))
+        self.pooler, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.register_buffer("prior", torch.ones(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_what_no_stage_uses_is_held_by_the_last_one():
+    model = WithUnused()
+    first, last = split_model(model, 2, given={"x": torch.randn(2, 4)}).parts
+    assert {*first.state_dict(), *last.state_dict()} == {*model.state_dict()}
+    assert {"pooler.weight", "pooler.bias", "scale", "prior"} <= {*last.state_dict()} and last.pooler is model.pooler

@@ -284,6 +284,7 @@ def _cut(model: nn.Module, nodes: list[fx.Node], cuts: list[int]) -> Split:
         pieces.insert(0, ([node for node in nodes if node in inside], from_before, wanted))
         wanted = from_before
     parts = tuple(_part(model, *piece) for piece in pieces)
+    parts[-1].hold(model, _unused(model, parts))
     work = [sum(_work(model, node) for node in piece[0]) for piece in pieces]
     inputs = frozenset(name for part in parts for name in part.inputs)
     ignored = {str(node.target).lstrip("*") for node in nodes if node.op == "placeholder" and not node.users}
@@ -296,6 +297,21 @@ def _cut(model: nn.Module, nodes: list[fx.Node], cuts: list[int]) -> Split:
         unused=frozenset(ignored - inputs),
         tied=_tied(model, [piece[0] for piece in pieces]),
     )
+
+
+def _unused(model: nn.Module, parts: Sequence[StagePart]) -> set[str]:
+    """Return modules and tensors that no stage uses. One must hold them, or they could not be saved."""
+    targets = {target for part in parts for target in part.targets}
+    names: dict[int, list[str]] = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        names.setdefault(id(tensor), []).append(name)
+    found = set()
+    for first, *others in names.values():
+        if not any(name == target or name.startswith(f"{target}.") for name in (first, *others) for target in targets):
+            owner = first.rpartition(".")[0]
+            is_whole = bool(owner) and not any(target.startswith(f"{owner}.") for target in targets)
+            found.add(owner if is_whole else first)
+    return found
 
 
 def _needed(wanted: list[fx.Node], is_received: Callable[[fx.Node], bool]) -> tuple[set[fx.Node], set[fx.Node]]:

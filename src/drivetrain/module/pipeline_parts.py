@@ -50,6 +50,11 @@ class StagePart(nn.Module):
         self._run = type(fx.GraphModule(self, graph)).forward
         self._call: FlatCall | None = None
 
+    def hold(self, model: nn.Module, others: Set[str]) -> None:
+        """Hold further modules and tensors of the model, which it does not run."""
+        self.targets |= others
+        mount(self, model, self.targets)
+
     def begin(self, call: "FlatCall | None") -> None:
         """Take arguments and return outputs in flat form from now on, as a schedule does. None switches back to the plain form."""
         self._call = call

@@ -114,14 +114,13 @@ class Strategy:
                 raise StrategyFormatError(
                     f"mesh={values['mesh']!r} is not valid; expected pairs of an axis and its size."
                 )
-        values["batch"] = BatchSplit(**self.batch) if isinstance(self.batch, Mapping) else self.batch
-        if not isinstance(values["batch"], BatchSplit | None):
-            raise StrategyFormatError(f"batch={self.batch!r} is not valid; expected how a global batch is split.")
-        for name in ("predicted", "measured", "fingerprint", "search"):
-            if not isinstance(getattr(self, name), Mapping | None):
+        for name in ("batch", "predicted", "measured", "fingerprint", "search"):
+            if not isinstance(getattr(self, name), BatchSplit | Mapping | None):
                 raise StrategyFormatError(
-                    f"{name}={getattr(self, name)!r} is not valid; expected an object of numbers."
+                    f"{name}={getattr(self, name)!r} is not valid; expected an object with its numbers."
                 )
+        if isinstance(self.batch, Mapping):
+            values["batch"] = BatchSplit(**self.batch)
         vars(self).update(values)
 
     # Reading it like a list.

@@ -191,12 +191,10 @@ class MixedParallel(Method):
 
     def expand(self, config: MixedParallelConfig) -> Settings:
         axes = {axis for axis, size in config.parallel_mode.axes if size > 1}
-        by_axis = {
-            "tensor": ("tensor_parallel", config.tensor_config),
-            "pipe": ("pipeline_parallel", config.pipe_config),
-        }
-        parts = [part for axis, part in {**by_axis, "zero": ("fsdp", None)}.items() if axis in axes]
-        return {"parallel_mode": config.parallel_mode, **dict(parts)}
+        settings = {"tensor": config.tensor_config, "pipe": config.pipe_config, "zero": None}
+        methods = {**_METHOD_OF_AXIS, "zero": "fsdp"}
+        parts = {methods[axis]: value for axis, value in settings.items() if axis in axes}
+        return {"parallel_mode": config.parallel_mode, **parts}
 
 
 @dataclass(frozen=True, kw_only=True)

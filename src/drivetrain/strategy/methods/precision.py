@@ -54,9 +54,8 @@ class SixteenBits(Method):
 
     def chosen_dtype(self, config: Any, device: torch.device) -> torch.dtype:
         """Return the type to compute in on a device."""
-        if config.dtype == "auto":
-            return torch.bfloat16 if _has_bf16(device) else torch.float16
-        return torch.bfloat16 if config.dtype == "bfloat16" else torch.float16
+        is_bf16 = _has_bf16(device) if config.dtype == "auto" else config.dtype == "bfloat16"
+        return torch.bfloat16 if is_bf16 else torch.float16
 
     def simulated(self, config: Any) -> Any:
         """Replace float16 by bfloat16, which has the same size and needs no scaler."""
