@@ -306,3 +306,10 @@ def test_a_default_without_a_plain_form_is_itself_again(tmp_path):
     words = ["--params-file", str(folder / "parameters.yaml"), "--output-dir", str(tmp_path)]
     assert made.cli(words, exit_on_error=False) == (True, torch.float16, 2)
     assert " at 0x" not in (folder / "parameters.yaml").read_text()
+
+
+def test_an_id_of_several_runs_is_named_with_them(tmp_path):
+    for name in ("base-1", "base-2"):
+        experiment_named("twice", lambda: None).run(output_dir=str(tmp_path), run_name=name)
+    with pytest.raises(ResumeError, match="base names 2 runs.*base-1, .*base-2"):
+        experiment_named("twice", lambda: None).run(output_dir=str(tmp_path), resume="base")

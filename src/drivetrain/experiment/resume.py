@@ -96,7 +96,11 @@ def _continue_path(path: Path, resolved: Resolved, parameters: ParameterSet, for
         path = Path(os.path.abspath(path))  # the program may change its folder
     else:
         named = [folder for folder in find_by_id(Path(resolved.values["output_dir"]), str(path)) if is_run(folder)]
-        path = named[0] if len(named) == 1 else path
+        if len(named) > 1:
+            raise ResumeError(
+                f"resume: {path} names {len(named)} runs. Give more of the id: {', '.join(map(str, named))}."
+            )
+        path = named[0] if named else path
     for folder in (path, *path.parents[:2]):
         if is_run(folder):
             beginning = continue_run(read_run(folder), resolved, parameters, force=force)
