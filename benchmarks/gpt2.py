@@ -191,7 +191,7 @@ def accelerated(setting: Setting, plan: Sequence[Any]) -> Variant:
             result.optim.zero_grad()
             variant.losses.append(loss.detach().clone())  # a recorded graph writes the next loss into the same place
 
-    variant.run, variant.notes = run, result.context.notes  # grows: the compiler reports after the first step
+    variant.run, variant.notes = run, result.notes  # grows: the compiler reports after the first step
     return variant
 
 

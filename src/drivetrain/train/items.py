@@ -77,7 +77,12 @@ class LossCounting:
 
     def count(self, batch: object) -> Count:
         """Return how many items the loss of a batch is a mean over."""
-        return 1 if self._count is None else self._count(batch)
+        try:
+            return 1 if self._count is None else self._count(batch)
+        except Exception as error:
+            if self._count is self._given:
+                error.add_note(f"count_items={self._given!r} raised this for a batch of type {type(batch).__name__}.")
+            raise
 
     def watched(
         self, trainer: "TrainerHooks", hook: Callable[..., BatchOutput], batch: object, loader: object
