@@ -280,6 +280,13 @@ class OptimScheduler(ABC):
         if self.is_active:
             self._set_rates(epoch_num)
 
+    def go_to(self, real_step: int = 0, updates: int = 0, skips: int = 0) -> None:
+        """Go on after a real step, with the counts it had; a window in progress is dropped."""
+        self.clear_gradients()
+        self.stepper.end()
+        self.real_step, self._updates, self._skips, self._device_skips = real_step, updates, skips, None
+        self.batch, self._position, self.closes = real_step * self.accum_grad, 0, True
+
     def clear_gradients(self) -> None:
         """Drop the gradients of own parameters."""
         for p in self.params:

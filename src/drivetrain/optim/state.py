@@ -40,17 +40,8 @@ def load_unit(unit: "OptimScheduler", state: Mapping[str, Any]) -> None:
     unit.optimizer.load_state_dict(state["optimizer"])
     can_scale = unit.use_amp and unit.params[0].device.type != "cpu"
     unit.scaling.load_state_dict(state.get("scaler"), can_scale, unit.name)
-    unit.clear_gradients()
-    unit.stepper.end()
-    unit._device_skips = None
-    unit.batch = unit._position = unit.real_step = unit._updates = unit._skips = 0
-    unit.closes = True
-    if missing:
-        return
-    unit.real_step = int(state["real_step"])
-    unit._updates, unit._skips = int(state["update_count"]), int(state["skipped_steps"])
-    unit.batch = unit.real_step * unit.accum_grad
-    if state["partial"]:
+    unit.go_to(*([] if missing else [int(state[key]) for key in _CLOCK[:3]]))
+    if state.get("partial"):
         _load_window(unit, state["partial"])
 
 
@@ -77,8 +68,8 @@ def _load_window(unit: "OptimScheduler", partial: Mapping[str, Any]) -> None:
     if not unit.closes:
         unit.batch = (unit.real_step - 1) * unit.accum_grad + unit._position
     window = unit.window
-    window.count, window.items = int(partial["batches"]), partial["weight"]
-    window.everywhere = partial["weight_everywhere"]
+    counts = {"count": int(partial["batches"]), "items": partial["weight"]}
+    window.load_state_dict({**counts, "everywhere": partial["weight_everywhere"], "reference": window.reference})
     factor = (
         partial.get("length") or window.length
     ) / window.length  # each batch was divided by the length of its window
