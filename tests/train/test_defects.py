@@ -575,3 +575,14 @@ def test_30_one_rank_ends_all_and_unequal_shards_neither_hang_nor_repeat(world2)
     x, y = make_data(5).tensors
     assert loss == other_loss == pytest.approx(nn.functional.cross_entropy(model(x), y).item(), rel=1e-5)
     assert torch.equal(rows, other_rows) and rows[:, 0].tolist() == [0.0, 1.0, 1.0]
+
+
+def test_a_default_device_elsewhere_changes_nothing(tmp_path):
+    found = []
+    for device in ("cpu", "meta"):  # as torch.set_default_device does; model and data are on the CPU
+        trainer, data = make_trainer(seed=1, device="cpu"), make_data()
+        with torch.device(device):
+            folder = tmp_path / device
+            train(trainer, data, eval_dataset=data, num_epochs=2, checkpoint_dir=folder, gradient_clip_norm=1.0)
+        found.append((weights(trainer.model), trainer.run_history.get_metric_values("eval_loss_epoch")))
+    assert found[0][1] == found[1][1] and all(map(torch.equal, found[0][0], found[1][0]))

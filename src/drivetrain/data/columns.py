@@ -90,7 +90,7 @@ def find_columns(dataset: object) -> Columns | None:
         base = find_columns(dataset.dataset)
         if base is None or base.device.type != "cpu":
             return None
-        subset = torch.as_tensor(dataset.indices, dtype=torch.int64)
+        subset = torch.as_tensor(dataset.indices, dtype=torch.int64, device="cpu")
         subset = torch.where(subset < 0, subset + base.length, subset)
         if base.subset is not None:
             subset = base.subset.index_select(0, subset)
@@ -187,7 +187,7 @@ def _copy_range(leaf: Tensor) -> Gather:
 
 
 def _empty_pinned(leaf: Tensor, num_rows: int) -> Tensor:
-    return torch.empty((num_rows, *leaf.shape[1:]), dtype=leaf.dtype, pin_memory=True)
+    return torch.empty((num_rows, *leaf.shape[1:]), dtype=leaf.dtype, device="cpu", pin_memory=True)
 
 
 def _select_pinned(leaf: Tensor) -> Gather:

@@ -188,9 +188,9 @@ class SmartDataLoader(DataLoader[T_co]):
         if rows is None or isinstance(rows, Tensor):
             return rows
         if isinstance(rows, range):
-            return torch.arange(rows.start, rows.stop)
+            return torch.arange(rows.start, rows.stop, device="cpu")
         try:
-            return torch.tensor(rows, dtype=torch.int64)
+            return torch.tensor(rows, dtype=torch.int64, device="cpu")
         except (TypeError, ValueError):
             return None
 

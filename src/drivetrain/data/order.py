@@ -133,7 +133,7 @@ def epoch_permutation(length: int, seed: int, epoch: int) -> Tensor:
     [0, 1, 2, 3, 4]
     """
     generator = torch.Generator().manual_seed(derive_seed(seed, "shuffle", epoch))
-    return torch.randperm(length, generator=generator)
+    return torch.randperm(length, generator=generator, device="cpu")
 
 
 class IndexOrder(Sampler[int]):
@@ -298,7 +298,7 @@ def draw_stream(sampler: Iterable[T], seed: int, epoch: int) -> list[T]:
 def as_indices(keys: list[Any], rows: int | None) -> Tensor | list[object]:
     """Return a stream of whole numbers as a tensor, within `rows` where that is given; other keys stay a list."""
     try:
-        indices = torch.tensor([operator.index(key) for key in keys], dtype=torch.int64)
+        indices = torch.tensor([operator.index(key) for key in keys], dtype=torch.int64, device="cpu")
     except TypeError:
         return keys
     if rows is not None and len(indices):

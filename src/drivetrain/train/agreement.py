@@ -42,7 +42,7 @@ class StopVote:
 
     def __init__(self) -> None:
         # The request, -1 where all leave inside the step, the seconds, a changed end, a yes: of each the largest.
-        self._ballot = torch.zeros(5, dtype=torch.float64)
+        self._ballot = torch.zeros(5, dtype=torch.float64, device="cpu")
         self._work: dist.Work | None = None
         self.count = 0  # how many votes this rank has opened: a sign of progress for the watch over ranks
         self.seconds = 0.0  # the largest time that a rank's clock showed in the last vote
@@ -55,7 +55,7 @@ class StopVote:
         """Send this rank's request at the start of a step."""
         self.count += 1
         ballot = [_ORDER.index(request), -1 if leaves else 0, seconds, new_end, yes]
-        self._ballot = torch.tensor(ballot, dtype=torch.float64)
+        self._ballot = torch.tensor(ballot, dtype=torch.float64, device="cpu")
         self._work = dist.all_reduce(self._ballot, op=dist.ReduceOp.MAX, group=control_group(), async_op=True)
 
     def close(self) -> int:

@@ -88,7 +88,7 @@ class Series:
             value = value.item()
         if not isinstance(value, int | float) or (isinstance(value, int) and not -_EXACT <= value <= _EXACT):
             self._mark(position, OBJECT)
-            self.objects[position] = value if dtype is None else torch.tensor(value, dtype=dtype)
+            self.objects[position] = value if dtype is None else torch.tensor(value, dtype=dtype, device="cpu")
             return
         self.numbers[position] = value
         if dtype is not None:
@@ -103,7 +103,7 @@ class Series:
             return self.objects[position]
         number = self.numbers[position]
         if kind >= TENSOR:
-            return torch.tensor(number, dtype=DTYPES[kind - TENSOR])
+            return torch.tensor(number, dtype=DTYPES[kind - TENSOR], device="cpu")
         return number if kind == FLOAT else int(number) if kind == INT else bool(number)
 
     def values(self) -> list[object]:
@@ -112,7 +112,8 @@ class Series:
             return list(self.numbers)
         kind = self.kinds[0] if self.kinds else FLOAT
         if kind >= TENSOR and self.kinds.count(kind) == len(self):
-            return list(torch.tensor(self.numbers, dtype=torch.float64).to(DTYPES[kind - TENSOR]).unbind())
+            numbers = torch.tensor(self.numbers, dtype=torch.float64, device="cpu")
+            return list(numbers.to(DTYPES[kind - TENSOR]).unbind())
         return [self.value(at) for at in range(len(self))]
 
     def moments(self) -> list[tuple[int, int]]:
