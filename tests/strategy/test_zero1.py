@@ -84,3 +84,19 @@ def test_the_trainer_resumes_a_split_state_on_one_process_and_under_another_plan
     for found in world2(trained, None, ["zero1"], None, str(first), timeout=120):
         for ours, theirs in zip(found, expected):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def emptied():
+    """Load a state from before the first update after an epoch; return how much of the epoch's state is left."""
+    result = accelerated(ZERO)
+    epoch(result)
+    split = result.optim.inner
+    before = len(split.optim.state)
+    split.load_state_dict({"state": {}, "param_groups": copy.deepcopy(split.state_dict()["param_groups"])})
+    clear_data_ranks()
+    return before, len(split.optim.state)
+
+
+def test_a_state_from_before_the_first_update_leaves_nothing_of_later_ones(world2):
+    for before, after in world2(emptied, timeout=120):
+        assert before and not after

@@ -111,6 +111,7 @@ def _split_class() -> Callable[..., Optimizer]:
         def load_state_dict(self, state_dict: StateDict) -> None:
             """Take this rank's part of a whole state."""
             whole = {**state_dict, "state": dict(state_dict["state"])}  # torch empties what is not this rank's
+            self.optim.state.clear()  # torch only adds to it
             super().load_state_dict(whole)
             self.state.clear()  # a second copy, which torch keeps and never updates
             for group in self.optim.param_groups:
