@@ -67,6 +67,8 @@ def test_optimizers_that_chose_a_kernel_or_have_none_are_left_alone():
     assert use_fused_kernels(torch.optim.AdamW([weight]))
     assert not use_fused_kernels(torch.optim.AdamW([weight], fused=False))
     assert not use_fused_kernels(torch.optim.AdamW([weight], foreach=True))
+    # torch's fused SGD leaves 16-bit parameters on the CPU as they are
+    assert not use_fused_kernels(torch.optim.SGD([nn.Parameter(weight.detach().bfloat16())], lr=0.1))
     assert not use_fused_kernels(torch.optim.RMSprop([weight]))
     begun = torch.optim.AdamW([weight])
     weight.grad = torch.ones(2)

@@ -263,6 +263,17 @@ def test_channels_last_is_rejected_where_gradients_are_averaged_by_sharding(othe
         resolve_plan(plan, device="cpu", world=4)
 
 
+def test_sixteen_bit_parameters_on_the_cpu_are_not_given_to_torch_s_fused_sgd():
+    model = Classifier().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(8, 6, dtype=torch.bfloat16)
+    data, before = TensorDataset(inputs, torch.arange(8) % 3), [p.detach().clone() for p in model.parameters()]
+    trainer = Trainer(model, F.cross_entropy, optimizer, callbacks=(), strategy=["fused_optimizer"])
+    trainer.train(data, num_epochs=1, per_device_batch_size=8)
+    assert not any(map(torch.equal, model.parameters(), before))
+    assert any("does not update 16-bit parameters" in reason for reason in trainer.plan.reasons)
+
+
 @compiler_noise
 def test_the_trainer_compiles_the_loss_too():
     torch._dynamo.reset()

@@ -263,7 +263,7 @@ def read_torch_file(path: Path, map_location: Any = "cpu") -> Any:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds more than tensors and plain containers, and reading it could run code, so it is not read. "
-            f"If you trust it, save it again as state dicts. ({str(error).strip().splitlines()[0]})"
+            f"If you trust it, save it again as state dicts. ({next(iter(str(error).strip().splitlines()), type(error).__name__)})"
         ) from None
     except Exception as error:  # a damaged file can raise anything
         reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]

@@ -1,6 +1,6 @@
 """Changes to optimizers: fused kernels, a state that is split over ranks, and copies of parameters that are trained instead."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,12 @@ from drivetrain.core.types import StateDict
 # ---------------------------------------------------------------------- fused kernels: one launch for all parameters
 
 
+def is_fused_wrong(build: object, parameters: Iterable[Tensor]) -> bool:
+    """Return whether torch's fused kernel leaves parameters as they are: that of SGD does on the CPU in 16 bits (torch 2.13)."""
+    is_sgd = isinstance(build, type) and issubclass(build, SGD)
+    return is_sgd and any(p.device.type == "cpu" and p.is_floating_point() and p.itemsize == 2 for p in parameters)
+
+
 def use_fused_kernels(optimizer: Optimizer) -> bool:
     """Switch an optimizer that has not stepped yet to its fused kernel, in place; return whether it changed.
 
@@ -27,7 +33,11 @@ def use_fused_kernels(optimizer: Optimizer) -> bool:
     if any(group.get("foreach") or group.get("differentiable") or group.get("capturable") for group in groups):
         return False
     parameters = [p for group in groups for p in group["params"]]
-    if optimizer.state or not all(p.is_floating_point() for p in parameters):
+    if (
+        optimizer.state
+        or not all(p.is_floating_point() for p in parameters)
+        or is_fused_wrong(type(optimizer), parameters)
+    ):
         return False
     try:
         # torch knows which kernels it has: it rejects what it cannot do while building.

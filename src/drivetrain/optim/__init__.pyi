@@ -27,17 +27,17 @@ from drivetrain.optim.units import WSDLr as WSDLr
 from drivetrain.optim.units import InverseSqrtLr as InverseSqrtLr
 from drivetrain.optim.units import OneCycleLr as OneCycleLr
 from drivetrain.optim.units import LambdaLr as LambdaLr
+from drivetrain.optim.optimizers import MuonHybrid as MuonHybrid
 from drivetrain.optim.optimizers import AdamWScheduleFree as AdamWScheduleFree
-from drivetrain.optim.optimizers import Cautious as Cautious
+from drivetrain.optim.optimizers import SGDScheduleFree as SGDScheduleFree
 from drivetrain.optim.optimizers import DecoupledAdamW as DecoupledAdamW
 from drivetrain.optim.optimizers import DecoupledSGDW as DecoupledSGDW
 from drivetrain.optim.optimizers import Lion as Lion
+from drivetrain.optim.optimizers import SOAP as SOAP
+from drivetrain.optim.optimizers import Cautious as Cautious
 from drivetrain.optim.optimizers import Lookahead as Lookahead
-from drivetrain.optim.optimizers import MuonHybrid as MuonHybrid
 from drivetrain.optim.optimizers import SAM as SAM
 from drivetrain.optim.optimizers import SAMOptimizer as SAMOptimizer
-from drivetrain.optim.optimizers import SGDScheduleFree as SGDScheduleFree
-from drivetrain.optim.optimizers import SOAP as SOAP
 from drivetrain.compat.composer_schedulers import ComposerScheduler as ComposerScheduler
 from drivetrain.compat.composer_schedulers import ConstantScheduler as ConstantScheduler
 from drivetrain.compat.composer_schedulers import ConstantWithWarmupScheduler as ConstantWithWarmupScheduler
@@ -101,17 +101,17 @@ __all__ = [
     "InverseSqrtLr",
     "OneCycleLr",
     "LambdaLr",
+    "MuonHybrid",
     "AdamWScheduleFree",
-    "Cautious",
+    "SGDScheduleFree",
     "DecoupledAdamW",
     "DecoupledSGDW",
     "Lion",
+    "SOAP",
+    "Cautious",
     "Lookahead",
-    "MuonHybrid",
     "SAM",
     "SAMOptimizer",
-    "SGDScheduleFree",
-    "SOAP",
     "ComposerScheduler",
     "ConstantScheduler",
     "ConstantWithWarmupScheduler",

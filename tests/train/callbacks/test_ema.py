@@ -171,3 +171,15 @@ def test_a_decay_outside_zero_to_one_is_refused():
 def test_strict_mode_accepts_what_the_callback_declares(tmp_path):
     ema = ModelEmaCallback(save_path=tmp_path / "ema.pt")
     train(make_trainer(callbacks=[ema], strict=True), eval_dataset=make_data(8))
+
+
+def test_a_mask_of_infinite_numbers_is_copied():
+    class Masked(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+            self.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+
+    model = Masked()
+    average = ModelEma(model, decay=0.5)
+    average.update(model)
+    assert torch.equal(average.module.mask, model.mask)

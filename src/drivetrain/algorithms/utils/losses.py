@@ -81,10 +81,11 @@ def check_soft_targets(state: State, logits: object, targets: Any, who: str) -> 
         with torch.no_grad(), autocast_of(state):
             state.loss_fn(logits[:2].detach(), targets[:2])
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise PluginConflictError(
             f"{who} and the loss {name} cannot run together: {who} produces one weight per class, and this loss takes only class indices "
-            f"({str(error).splitlines()[0]}). Use a loss that takes probabilities, such as cross_entropy, or let MixUp and CutMix mix "
-            "losses with interpolate_loss=True."
+            f"({reason}). Use a loss that takes probabilities, such as cross_entropy, or let MixUp and CutMix mix losses with "
+            "interpolate_loss=True."
         ) from error
 
 

@@ -307,7 +307,7 @@ class RayExecutor(Executor):
         try:
             self._ray.get(task)
         except self._ray.exceptions.RayError as error:
-            return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
         return "the task ended before the trial did"
 
     def _join(self) -> None:

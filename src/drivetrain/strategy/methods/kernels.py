@@ -10,6 +10,7 @@ from torch import nn
 from drivetrain.core.errors import ConflictError, UnsupportedMethodError
 from drivetrain.module.convolutions import channels_last_input, to_channels_last
 from drivetrain.module.distributed_tensors import is_dtensor
+from drivetrain.module.optimizers import is_fused_wrong
 from drivetrain.runtime.device import usable_cpus
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.ranks import get_num_processes
@@ -122,6 +123,8 @@ def _why_unchanged(recipe: OptimizerRecipe, model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             return f"the layer {name} has sparse gradients"
+    if is_fused_wrong(recipe.build, model.parameters()):
+        return "torch's fused SGD does not update 16-bit parameters on the CPU"
     return None
 
 

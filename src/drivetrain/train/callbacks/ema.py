@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class ModelEma(nn.Module):
     """A copy of a model whose weights are a moving average: `decay * average + (1 - decay) * new`.
 
-    Floating parameters and buffers are averaged; the others (`num_batches_tracked`) are copied. Override `update_fn`
-    for another rule. `module.average.AveragedWeights` is the shadow for sharded or half-precision models; this one is
+    Floating parameters and buffers are averaged; the others (`num_batches_tracked`, masks of infinite numbers) are copied. Override
+    `update_fn` for another rule. `module.average.AveragedWeights` is the shadow for sharded or half-precision models; this one is
     a module of its own, which can be called.
     """
 
@@ -36,6 +36,10 @@ class ModelEma(nn.Module):
         super().__init__()
         self.decay = _check_decay(decay)
         self.module = copy.deepcopy(unwrap(model)).requires_grad_(False).eval()
+        self._has_mean = [
+            (one.is_floating_point() or one.is_complex()) and not bool(one.isinf().any())
+            for one in _tensors(self.module)
+        ]
 
     def update_fn(self, ema_model_weights: Tensor, updated_model_weights: Tensor) -> Tensor:
         """Return the new average of one floating-point entry."""
@@ -61,8 +65,8 @@ class ModelEma(nn.Module):
     def _copy_others(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         """Copy entries that have no mean and return the pairs that have one."""
         averages, weights = [], []
-        for average, weight in zip(_tensors(self.module), _tensors(unwrap(model))):
-            if average.is_floating_point() or average.is_complex():
+        for has_mean, average, weight in zip(self._has_mean, _tensors(self.module), _tensors(unwrap(model))):
+            if has_mean:
                 averages.append(average)
                 weights.append(weight if weight.device == average.device else weight.to(average.device))
             else:
