@@ -7,6 +7,7 @@ import hashlib
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -47,10 +48,12 @@ def train(folder: Path, num_epochs: int) -> str:
 
 def main(kills: int = 5, num_epochs: int = 20) -> bool:
     with tempfile.TemporaryDirectory() as folder:
+        begun = time.monotonic()
         undisturbed = train(Path(folder, "undisturbed"), num_epochs)
+        longest = (time.monotonic() - begun) / (2 * kills)  # so that the run does not end before the last kill
         killed = Path(folder, "killed")
         command = [sys.executable, __file__, str(killed), str(num_epochs)]
-        attempts = torment(lambda: subprocess.Popen(command), killed, kills=kills, longest=0.2, in_saves=1.0)
+        attempts = torment(lambda: subprocess.Popen(command), killed, kills=kills, longest=longest, in_saves=1.0)
         if attempts[-1].ended != "finished":
             print(f"the run did not come to its end: {attempts}")
             return False
