@@ -32,7 +32,9 @@ def test_the_example_survives_kills(example, monkeypatch, capsys):
 
     monkeypatch.setattr(example, "subprocess", SimpleNamespace(Popen=start))
     assert example.main(kills=3, num_epochs=12)
-    told = capsys.readouterr().out  # a machine that becomes faster during the test may finish the run before the last kill
+    told = (
+        capsys.readouterr().out
+    )  # a machine that becomes faster during the test may finish the run before the last kill
     assert re.match("killed [123] times", told) and "bit-identical" in told
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from drivetrain.core.errors import DistributedError, StateError
+from drivetrain.core.errors import DistributedError, StateError, UnsupportedMethodError
 from drivetrain.module.ddp import rewrap_ddp, wrap_ddp
 from drivetrain.module.sharding import shard_fully
 from drivetrain.module.wrapping import (
@@ -268,6 +268,17 @@ def freeze_and_rewrap():
     for _ in range(3):  # the old shell's hooks must not reduce a second time
         again(x).sum().backward()
     return model[0].weight.grad, model[1].weight.grad, model(x).detach(), [p.detach() for p in model.parameters()]
+
+
+def wrap_with_max_norm():
+    try:
+        wrap_ddp(nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)))
+    except UnsupportedMethodError as error:
+        return str(error)
+
+
+def test_ddp_rejects_embeddings_that_ranks_would_train_differently(world2):
+    assert all("'0' has max_norm" in told for told in world2(wrap_with_max_norm))
 
 
 def test_ddp_can_be_renewed_after_freezing(world2):

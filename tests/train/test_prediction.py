@@ -146,3 +146,11 @@ def test_a_prediction_inside_a_run_leaves_no_trace():
         trainer.train(DataLoader(make_data(), batch_size=5, shuffle=True), num_epochs=2, gradient_accumulation_steps=2)
     assert all(map(torch.equal, weights(trainers[0].model), weights(trainers[1].model)))
     assert trainers[0].state.clock.sample == trainers[1].state.clock.sample
+
+
+def test_labels_are_left_out_also_without_a_loss_function():
+    model, data = make_model(), make_data(10)
+    trainer = Trainer(model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=())
+    found = trainer.predict(data, per_device_batch_size=4)
+    with torch.no_grad():
+        torch.testing.assert_close(found, model(data.tensors[0]))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from drivetrain.core.errors import DistributedError, unknown_name
+from drivetrain.core.errors import DistributedError, UnsupportedMethodError, unknown_name
 from drivetrain.module.wrapping import is_compiled_shell, is_fully_sharded
 from drivetrain.runtime.ranks import data_group, get_rank, is_distributed
 
@@ -71,6 +71,16 @@ def _explain_unused(model: DistributedDataParallel, text: str) -> str:
     )
 
 
+def check_embeddings(model: nn.Module) -> None:
+    """Reject embeddings that data ranks would train differently."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise UnsupportedMethodError(
+                f"the embedding {name!r} has max_norm, which scales rows of its weight in forward: data ranks read different samples, so "
+                "they would train different weights. Remove max_norm, or train without data ranks."
+            )
+
+
 def wrap_ddp(model: nn.Module, device: torch.device | str | None = None, **kw: object) -> nn.Module:
     """Return the model in DDP, which averages gradients over the data ranks.
 
@@ -99,6 +109,8 @@ def wrap_ddp(model: nn.Module, device: torch.device | str | None = None, **kw: o
     settings = {"gradient_as_bucket_view": True, **kw}
     if "process_group" not in settings and "device_mesh" not in settings:
         settings["process_group"] = data_group()
+    if torch.distributed.get_world_size() > 1:
+        check_embeddings(model)
     devices = {parameter.device for parameter in model.parameters()}
     if "device_ids" not in settings and len(devices) == 1 and next(iter(devices)).type == "cuda":
         settings["device_ids"] = list(devices)

@@ -16,6 +16,7 @@ from torch import nn
 
 from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import ConflictError, DrivetrainWarning, UnsupportedMethodError
+from drivetrain.module.ddp import check_embeddings
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.strategy.batching import BatchSplit, plan_batch
@@ -116,22 +117,16 @@ def resolve_plan(
         reasons=tuple(f"{method.name}: {why}" for _, method, config in steps if (why := method.reason(config))),
     )
     if model is not None and resolved.data_ranks > 1:
-        _check_embeddings(model, resolved)
+        check_embeddings(model)
+        _check_sparse(model, resolved)
     return resolved
 
 
-def _check_embeddings(model: nn.Module, plan: ResolvedPlan) -> None:
-    """Reject embeddings that data ranks would train differently, or whose gradients cannot be split."""
+def _check_sparse(model: nn.Module, plan: ResolvedPlan) -> None:
+    """Reject embeddings whose gradients cannot be split."""
     shards = plan.site.axis("tensor") * plan.site.axis("pipe") > 1 or any(step[1].shards_axis for step in plan.steps)
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            continue
-        if module.max_norm is not None:
-            raise UnsupportedMethodError(
-                f"the embedding {name!r} has max_norm, which scales rows of its weight in forward: data ranks read different samples, so "
-                "they would train different weights. Remove max_norm, or train without data ranks."
-            )
-        if module.sparse and shards:
+        if shards and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UnsupportedMethodError(
                 f"the embedding {name!r} has sparse gradients, which cannot be sharded. Use sparse=False, or plain data parallelism."
             )

@@ -197,8 +197,9 @@ def find_inputs(batch: object, model: object, has_loss_func: bool) -> BatchForm:
     """Choose how batches are passed to the model for a prediction: as for a loss, but targets may be absent."""
     if isinstance(batch, Tensor):
         return WholeForm()
-    if isinstance(batch, (tuple, list)) and len(batch) <= num_inputs(model):  # inputs alone
-        return PairForm() if len(batch) == 1 else SeveralInputsForm(len(batch))
+    if isinstance(batch, (tuple, list)) and (len(batch) <= num_inputs(model) or not _takes(model, len(batch))):
+        inputs = min(len(batch), num_inputs(model))  # without targets, or without a loss function that takes them
+        return PairForm() if inputs == 1 else SeveralInputsForm(inputs)
     if isinstance(batch, Mapping) and not has_own_loss(model) and not any(name in batch for name in TARGET_NAMES):
         _check_entries(batch, model)
         return MappingForm(None, keep_target=True)
@@ -225,6 +226,15 @@ def num_inputs(model: object) -> int:
             positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
             return max(1, sum(p.default is p.empty for p in positional))
     return 1
+
+
+def _takes(model: object, count: int) -> bool:
+    """Whether a model's `forward` can be called with so many positional arguments."""
+    if not isinstance(model, nn.Module):
+        return True
+    parameters = inspect.signature(unwrap(model).forward).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(positional) >= count or any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
 def has_own_loss(model: object) -> bool:
