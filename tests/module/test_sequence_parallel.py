@@ -233,3 +233,15 @@ def test_ring_attention_of_one_rank_is_attention(monkeypatch):
         assert call["key"].grad is not None
     finally:
         destroy_group()
+
+
+def test_a_table_of_positions_is_cut_also_where_a_row_is_as_long_as_the_sequence():
+    from types import SimpleNamespace
+
+    from drivetrain.module.sequence_parallel import _cut
+
+    split = SimpleNamespace(seq_dim=1, piece=lambda x, dim: x.narrow(dim, 4, 4))
+    table = torch.arange(64.0).view(1, 8, 8)
+    cos, sin = _cut(split, 8, 2, "position_embeddings", (table, -table))
+    assert torch.equal(cos, table[:, 4:]) and torch.equal(sin, -table[:, 4:])
+    assert _cut(split, 8, 2, "pairs", table) is table  # one entry for each pair of positions

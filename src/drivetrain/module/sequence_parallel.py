@@ -206,7 +206,7 @@ class SequenceBlock(GeneratedClass):
 def _cut(split: SequenceSplit, length: int, rows: int, name: str, value: Any) -> Any:
     """Return this rank's part of tables with one entry a position; masks, biases and what has no such dimension stay whole."""
     if isinstance(value, Tensor):
-        dim = None if "mask" in name or "bias" in name else _sequence_dim(split, length, rows, value)
+        dim = None if "mask" in name or "bias" in name else _sequence_dim(split, length, rows, name, value)
         return value if dim is None else split.piece(value, dim)
     if isinstance(value, dict):
         return {key: _cut(split, length, rows, str(key), item) for key, item in value.items()}
@@ -215,9 +215,14 @@ def _cut(split: SequenceSplit, length: int, rows: int, name: str, value: Any) ->
     return value
 
 
-def _sequence_dim(split: SequenceSplit, length: int, rows: int, value: Tensor) -> int | None:
+_TABLES = ("position_embeddings", "rotary", "rope", "freqs")
+"""Names of arguments that hold one row for each position, also where a row is as long as the sequence."""
+
+
+def _sequence_dim(split: SequenceSplit, length: int, rows: int, name: str, value: Tensor) -> int | None:
     dims = [dim for dim, size in enumerate(value.shape) if size == length]
-    if value.ndim >= 2 and value.shape[-1] == value.shape[-2] == length:
+    is_table = any(word in name for word in _TABLES)
+    if value.ndim >= 2 and value.shape[-1] == value.shape[-2] == length and not is_table:
         return None  # one entry for each pair of positions: a mask under another name
     if split.seq_dim in dims:
         return split.seq_dim
