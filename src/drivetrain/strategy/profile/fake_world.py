@@ -63,9 +63,12 @@ def fake_model(task: "TrainingTask", mode: "FakeTensorMode") -> nn.Module:
     assert task.model_fn is not None, "a task has a model or a function that makes one"
     try:
         with mode:
-            return task.model_fn().train()
+            model = task.model_fn().train()
     except Exception:  # a constructor that reads values, such as a ramp of drop rates, needs real ones
         return fake_copy(task.model_fn(), mode).train()
+    for tensor in (tensor for module in model.modules() for tensor in tensors_of(vars(module))):
+        tensor.fake_mode = mode  # type: ignore[attr-defined]  # a constructor that copies a layer has copied its mode too
+    return model
 
 
 def fake_copy(model: nn.Module, mode: "FakeTensorMode") -> nn.Module:
