@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -62,6 +62,11 @@ def _trace(
                 for name, buffer in module._buffers.items():
                     if isinstance(buffer, fx.Proxy):
                         raise _changed_buffer(model, f"{path}.{name}".lstrip("."))
+            fakes = [name for name, value in vars(model).items() if isinstance(value, FakeTensor)]
+            for name in fakes:  # the tracer keeps constants as attributes
+                delattr(model, name)
+            if fakes:
+                raise TypeError("a tensor is made of values that exist only while the model runs")
             return graph
     except ConfigError:
         raise
