@@ -13,6 +13,7 @@ in front. Sharded parameters take full tensors and full parameters take sharded 
 anything is changed.
 """
 
+import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -315,3 +316,25 @@ def _loaded_in_own_way(module: nn.Module) -> tuple[Callable[[str], bool], Callab
         return lambda name: any(not prefix or name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
     return under(inventing), under(reshaping)
+
+
+def num_inputs(model: object) -> int:
+    """Return how many positional arguments a model's `forward` requires; one if that is not known.
+
+    >>> class Pair(nn.Module):
+    ...     def forward(self, left, right, mask=None): ...
+    >>> num_inputs(Pair()), num_inputs(nn.Linear(1, 1))
+    (2, 1)
+    """
+    if not isinstance(model, nn.Module):
+        return 1
+    bare = unwrap(model)
+    # Methods of a plan replace forward by one of any arguments: the user's own has the names.
+    for owner in (bare, *type(bare).__mro__):
+        if "forward" not in vars(owner):
+            continue
+        parameters = list(inspect.signature(vars(owner)["forward"]).parameters.values())[0 if owner is bare else 1 :]
+        if any(p.kind is not p.VAR_POSITIONAL and p.kind is not p.VAR_KEYWORD for p in parameters):
+            positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+            return max(1, sum(p.default is p.empty for p in positional))
+    return 1

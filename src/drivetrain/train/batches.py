@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from drivetrain.core.containers import map_items, same_tuple
 from drivetrain.core.errors import BatchOutputError, ConfigError, ConfigTypeError, warn
 from drivetrain.module.accumulation import as_factor, share_of
-from drivetrain.module.wrapping import is_fully_sharded, unwrap
+from drivetrain.module.wrapping import is_fully_sharded, num_inputs, unwrap
 
 if TYPE_CHECKING:
     from drivetrain.train.hooks import TrainerHooks
@@ -204,28 +204,6 @@ def find_inputs(batch: object, model: object, has_loss_func: bool) -> BatchForm:
         _check_entries(batch, model)
         return MappingForm(None, keep_target=True)
     return find_form(batch, model, has_loss_func)
-
-
-def num_inputs(model: object) -> int:
-    """Return how many positional arguments a model's `forward` requires; one if that is not known.
-
-    >>> class Pair(nn.Module):
-    ...     def forward(self, left, right, mask=None): ...
-    >>> num_inputs(Pair()), num_inputs(nn.Linear(1, 1))
-    (2, 1)
-    """
-    if not isinstance(model, nn.Module):
-        return 1
-    bare = unwrap(model)
-    # Methods of a plan replace forward by one of any arguments: the user's own has the names.
-    for owner in (bare, *type(bare).__mro__):
-        if "forward" not in vars(owner):
-            continue
-        parameters = list(inspect.signature(vars(owner)["forward"]).parameters.values())[0 if owner is bare else 1 :]
-        if any(p.kind is not p.VAR_POSITIONAL and p.kind is not p.VAR_KEYWORD for p in parameters):
-            positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-            return max(1, sum(p.default is p.empty for p in positional))
-    return 1
 
 
 def _takes(model: object, count: int) -> bool:

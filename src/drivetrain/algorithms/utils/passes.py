@@ -22,7 +22,7 @@ from drivetrain.core.types import Batch
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.module.precision import parse_precision
 from drivetrain.module.probing import attributes_set
-from drivetrain.module.wrapping import unwrap
+from drivetrain.module.wrapping import num_inputs, unwrap
 from drivetrain.runtime.ranks import data_group, is_distributed, num_data_ranks
 from drivetrain.runtime.seeds import rng_kept
 
@@ -65,15 +65,6 @@ def own_loss(state: State) -> Callable[..., object] | None:
     """Return the model's method `loss(outputs, batch)`, or None where it has none."""
     loss = getattr(unwrap(state.model), "loss", None) if isinstance(state.model, nn.Module) else None
     return loss if inspect.ismethod(loss) and len(inspect.signature(loss).parameters) >= 2 else None
-
-
-def num_inputs(model: nn.Module) -> int:
-    """Return how many arguments the model's `forward` requires; one if that is not known."""
-    parameters = inspect.signature(unwrap(model).forward).parameters.values()
-    required = [
-        p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
-    ]
-    return max(1, len(required))
 
 
 def accepted_names(model: nn.Module) -> frozenset[str] | None:
