@@ -1,8 +1,8 @@
 """A model and its loss compiled as one graph against two graphs, in the Trainer: time of a step and peak memory.
 
-A small language model with a large vocabulary, where the loss costs most. Both Trainers train the same model on the same batch with a
-compiled plan; only `include_loss` differs in what the compiler sees. The blocks of steps take turns. Prints the ratio of the times and of
-the peaks; below 1, one graph is better.
+A small language model with a large vocabulary, where the loss costs most. Both Trainers train the same model on the same batch with the
+same compiled plan; one has a callback between model and loss, which keeps them apart. The blocks of steps take turns. Prints the ratio of
+the times and of the peaks; below 1, one graph is better.
 
     python -m benchmarks.joint_loss [--vocabulary 8000] [--width 128] [--tokens 2048] [--turns 10]
 """
