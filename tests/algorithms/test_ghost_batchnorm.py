@@ -48,6 +48,19 @@ def test_a_batch_smaller_than_a_part_is_refused():
         GhostBatchNorm2d(3, ghost_batch_size=8)(torch.randn(7, 3, 2, 2))
 
 
+@pytest.mark.parametrize(("rows", "size", "parts"), [(7, 2, 3), (10, 3, 4), (3, 2, 1), (5, 2, 2), (33, 32, 2)])
+def test_no_part_of_a_matrix_has_a_single_row(rows, size, parts):
+    torch.manual_seed(0)
+    ghost, plain = GhostBatchNorm1d(3, ghost_batch_size=size), nn.BatchNorm1d(3, momentum=0.1 / parts)
+    x = torch.randn(rows, 3)
+    torch.testing.assert_close(ghost(x), torch.cat([plain(part) for part in x.tensor_split(parts)]))
+    torch.testing.assert_close(ghost.state_dict(), plain.state_dict())
+    images = torch.randn(rows, 3, 2, 2)  # a single image has four values
+    chunks = images.chunk(-(-rows // size))
+    expected = torch.cat([nn.BatchNorm2d(3)(part) for part in chunks])
+    torch.testing.assert_close(GhostBatchNorm2d(3, ghost_batch_size=size)(images), expected)
+
+
 def test_names_parameters_and_settings_stay():
     net = nn.Sequential(
         nn.BatchNorm1d(3, affine=False), nn.BatchNorm1d(3, track_running_stats=False), nn.BatchNorm1d(3, eps=0.1)

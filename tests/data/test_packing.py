@@ -212,3 +212,18 @@ def test_wrong_input_is_named():
         PackedDataset([[1]], 4, lengths=[1, 2])
     with pytest.raises(StateError, match="expected documents, rows and source"):
         PackedStream([], 4).load_state_dict({"x": 1})
+
+
+@pytest.mark.parametrize("wrong", [1, 3, 9])
+def test_a_wrong_length_raises_where_its_document_is_read(wrong):
+    packed = PackedDataset([[1, 2], [3, 4], [5]], 4, lengths=torch.tensor([2, wrong, 1]))
+    with pytest.raises(ParameterError, match=f"document 1 has 2 tokens, but was packed as {wrong}"):
+        [packed[row] for row in range(len(packed))]
+
+
+def test_a_document_that_is_said_to_be_empty_is_not_lost():
+    with pytest.raises(ParameterError, match="document 1 has 2 tokens, but was packed as 0"):
+        PackedDataset([[1], [2, 3]], 4, lengths=[1, 0])
+    assert len(PackedDataset([[1], []], 4, lengths=[1, 0])) == 1
+    with pytest.raises(ParameterError, match=r"lengths\[1\]=2.5"):
+        PackedDataset([[1], [2, 3]], 4, lengths=[1, 2.5])

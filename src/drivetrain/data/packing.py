@@ -229,6 +229,13 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
             raise ParameterError(
                 f"lengths has {len(lengths)} entries for {len(documents)} documents; expected one for each."
             )
+        given = lengths.tolist() if hasattr(lengths, "tolist") else lengths  # of an array or a tensor
+        named = ((f"lengths[{index}]", length) for index, length in enumerate(given))
+        lengths = self.lengths = [
+            check_count(*one, at_least=0, owner="PackedDataset", error=ParameterError) for one in named
+        ]
+        for index in (index for index, length in enumerate(lengths) if length == 0):
+            self._read(index)  # it is in no row, so a wrong 0 would lose it
         self.rows: list[list[Piece]] = []
         for first in range(0, len(lengths), buffer):
             for pieces in _packed_pieces(lengths[first : first + buffer], max_length, strategy):
@@ -238,8 +245,17 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        parts = [part_of(read_document(self.documents[piece.document]), piece) for piece in self.rows[index]]
+        parts = [part_of(self._read(piece.document), piece) for piece in self.rows[index]]
         return fill_row(parts, self.max_length, self.pad_token, self.ignore_index)
+
+    def _read(self, index: int) -> tuple[Tensor, Tensor]:
+        document, packed = read_document(self.documents[index]), self.lengths[index]
+        if len(document[0]) != packed:
+            raise ParameterError(
+                f"PackedDataset: document {index} has {len(document[0])} tokens, but was packed as {packed}. Correct `lengths` or leave "
+                "it out. Documents must not change afterwards."
+            )
+        return document
 
 
 class PackedStream(IterableDataset[dict[str, Tensor]]):
