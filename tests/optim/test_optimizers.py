@@ -637,3 +637,37 @@ def test_wrappers_around_one_optimizer_count_their_steps_apart():
         optimizer.step(closure)
     (group,) = optimizer.state_dict()["param_groups"]
     assert group["sam_step"] == group["lookahead_step"] == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_lookahead_continues_with_weights_of_another_type(dtype):
+    def run(optimizer, weight, steps):
+        for _ in range(steps):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+
+    make = lambda weight: Lookahead(torch.optim.SGD([weight], lr=0.25, momentum=0.5), k=2)
+    weight = nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = make(weight)
+    run(optimizer, weight, 3)  # in the middle of a round, so that the slow weights differ
+    other = nn.Parameter(weight.detach().to(dtype))
+    restored = make(other)
+    restored.load_state_dict(optimizer.state_dict())
+    run(optimizer, weight, 3)
+    run(restored, other, 3)
+    torch.testing.assert_close(other.float(), weight, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("wrap", [SAMOptimizer, Cautious])
+def test_wrappers_that_need_dense_gradients_say_so(wrap):
+    embedding = nn.Embedding(4, 2, sparse=True)
+    optimizer = wrap(torch.optim.SGD(embedding.parameters(), lr=0.1))
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match=f"{wrap.__name__} needs dense gradients"):
+        optimizer.step(lambda: None)
+
+
+def test_a_schedule_free_group_that_is_added_later_is_checked_too():
+    optimizer = SGDScheduleFree([nn.Parameter(torch.ones(2))])
+    with pytest.raises(ConfigError, match="momentum=0"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "momentum": 0.0})

@@ -1,10 +1,9 @@
 """Group norms that stay in the low precision of autocast; see `low_precision_layernorm` for the reasoning."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drivetrain.algorithms.surgery import LowPrecisionNorm, Optimizers, cast_for_autocast, replace_norms, share_tensors
+from drivetrain.algorithms.surgery import LowPrecisionNorm, Optimizers, in_autocast_dtype, replace_norms, share_tensors
 from drivetrain.module.precision import Precision
 
 
@@ -12,12 +11,9 @@ class LPGroupNorm(nn.GroupNorm):
     """A group norm that computes in the precision of autocast where that is on, and as usual elsewhere."""
 
     def forward(self, x: Tensor) -> Tensor:
-        device = x.device.type
-        if not torch.is_autocast_enabled(device):
-            return super().forward(x)
-        x, weight, bias = cast_for_autocast(device, x, self.weight, self.bias)
-        with torch.autocast(device, enabled=False):
-            return F.group_norm(x, self.num_groups, weight, bias, self.eps)
+        return in_autocast_dtype(
+            lambda x, w, b: F.group_norm(x, self.num_groups, w, b, self.eps), x, self.weight, self.bias
+        )
 
     @staticmethod
     def from_groupnorm(module: nn.GroupNorm, module_index: int = -1) -> "LPGroupNorm":

@@ -4,11 +4,10 @@ Autocast computes norms in float32: exact, but each one reads and writes twice t
 in bfloat16 or float16 saves that traffic; statistics are still accumulated in float32 inside the kernel.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drivetrain.algorithms.surgery import LowPrecisionNorm, Optimizers, cast_for_autocast, replace_norms, share_tensors
+from drivetrain.algorithms.surgery import LowPrecisionNorm, Optimizers, in_autocast_dtype, replace_norms, share_tensors
 from drivetrain.module.precision import Precision
 
 
@@ -16,12 +15,9 @@ class LPLayerNorm(nn.LayerNorm):
     """A layer norm that computes in the precision of autocast where that is on, and as usual elsewhere."""
 
     def forward(self, x: Tensor) -> Tensor:
-        device = x.device.type
-        if not torch.is_autocast_enabled(device):
-            return super().forward(x)
-        x, weight, bias = cast_for_autocast(device, x, self.weight, self.bias)
-        with torch.autocast(device, enabled=False):
-            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+        return in_autocast_dtype(
+            lambda x, w, b: F.layer_norm(x, self.normalized_shape, w, b, self.eps), x, self.weight, self.bias
+        )
 
     @staticmethod
     def from_layernorm(module: nn.LayerNorm, module_index: int = -1) -> "LPLayerNorm":

@@ -6,7 +6,7 @@ an optimizer's state for them stays; a second application changes nothing.
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -127,10 +127,14 @@ def leave_fused_paths(model: nn.Module, layers: type[nn.Module] | tuple[type[nn.
             module.use_nested_tensor = False
 
 
-def cast_for_autocast(device: str, x: Tensor, *weights: Tensor | None) -> tuple[Any, ...]:
-    """Return input and weights in the type that autocast uses on this kind of device."""
+def in_autocast_dtype(norm: Callable[..., Tensor], x: Tensor, *weights: Tensor | None) -> Tensor:
+    """Return a norm of input and weights, which are cast to the type of autocast where that is on."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return norm(x, *weights)
     dtype = torch.get_autocast_dtype(device)
-    return x.to(dtype), *(None if weight is None else weight.to(dtype) for weight in weights)
+    with torch.autocast(device, enabled=False):
+        return norm(x.to(dtype), *(None if weight is None else weight.to(dtype) for weight in weights))
 
 
 def replace_norms(

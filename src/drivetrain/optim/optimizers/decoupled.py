@@ -17,20 +17,8 @@ from torch.optim.optimizer import ParamsT
 from drivetrain.core.arguments import check_flag, check_numbers
 from drivetrain.core.errors import DrivetrainWarning
 from drivetrain.core.types import StateDict
-from drivetrain.optim.optimizers.stepping import (
-    Closure,
-    ParamGroup,
-    check_betas,
-    check_rates,
-    evaluate,
-    gradients_of,
-    local_parts,
-    shrink,
-    state_of,
-    subtract,
-    with_gradients,
-    zeros_of,
-)
+from drivetrain.optim.optimizers import stepping
+from drivetrain.optim.optimizers.stepping import Closure, ParamGroup
 
 _LARGE_DECAY = 1e-3
 
@@ -74,7 +62,7 @@ class DecoupledAdamW(_ScheduledDecay, AdamW):
         foreach: bool | None = None,
         fused: bool | None = None,
     ):
-        check_rates("DecoupledAdamW", lr=lr)
+        stepping.check_rates("DecoupledAdamW", lr=lr)
         check_numbers("DecoupledAdamW", eps=eps, weight_decay=weight_decay)
         check_flag("amsgrad", amsgrad, owner="DecoupledAdamW")
         _warn_of_large_decay("DecoupledAdamW", weight_decay)
@@ -83,7 +71,7 @@ class DecoupledAdamW(_ScheduledDecay, AdamW):
     @torch.no_grad()
     def step(self, closure: Closure = None) -> Any:
         """Take AdamW's step with the decay that makes 1 - lr * decay the factor wanted."""
-        loss = evaluate(closure)
+        loss = stepping.evaluate(closure)
         groups = self.param_groups
         self._step_as(AdamW, [g["weight_decay"] / (g["initial_lr"] or math.inf) for g in groups])
         return loss
@@ -104,7 +92,7 @@ class DecoupledSGDW(_ScheduledDecay, SGD):
         foreach: bool | None = None,
         fused: bool | None = None,
     ):
-        check_rates("DecoupledSGDW", lr=lr)
+        stepping.check_rates("DecoupledSGDW", lr=lr)
         check_numbers("DecoupledSGDW", momentum=momentum, dampening=dampening, weight_decay=weight_decay)
         check_flag("nesterov", nesterov, owner="DecoupledSGDW")
         _warn_of_large_decay("DecoupledSGDW", weight_decay)
@@ -113,15 +101,15 @@ class DecoupledSGDW(_ScheduledDecay, SGD):
     @torch.no_grad()
     def step(self, closure: Closure = None) -> Any:
         """Decay the parameters that have a gradient, then take SGD's step without decay."""
-        loss = evaluate(closure)
+        loss = stepping.evaluate(closure)
         for group in self.param_groups:
             decay = group["weight_decay"]
             if decay and group["initial_lr"]:
-                moved = with_gradients(group, "DecoupledSGDW")
+                moved = stepping.with_gradients(group, "DecoupledSGDW")
                 # With a fused kernel and a gradient scaler, a step that overflowed must not decay either.
                 skipped = getattr(self, "found_inf", None) if group["fused"] else None
                 rate = decay * (group["lr"] / group["initial_lr"])
-                shrink(local_parts(moved), rate if skipped is None else rate * (1 - skipped))
+                stepping.shrink(stepping.local_parts(moved), rate if skipped is None else rate * (1 - skipped))
         self._step_as(SGD, [0.0] * len(self.param_groups))
         return loss
 
@@ -153,26 +141,26 @@ class Lion(Optimizer):
     def __init__(
         self, params: ParamsT, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
     ):
-        check_rates("Lion", lr=lr)
+        stepping.check_rates("Lion", lr=lr)
         check_numbers("Lion", weight_decay=weight_decay)
-        betas = check_betas("Lion", betas)
+        betas = stepping.check_betas("Lion", betas)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Closure = None) -> Any:
         """Update every parameter that has a gradient."""
-        loss = evaluate(closure)
+        loss = stepping.evaluate(closure)
         for group in self.param_groups:
-            parameters = with_gradients(group, "Lion")
+            parameters = stepping.with_gradients(group, "Lion")
             if not parameters:
                 continue
-            momenta = local_parts(state_of(self, parameters, "exp_avg", zeros_of))
-            gradients = gradients_of(parameters)
-            own = local_parts(parameters)
+            momenta = stepping.local_parts(stepping.state_of(self, parameters, "exp_avg", stepping.zeros_of))
+            gradients = stepping.gradients_of(parameters)
+            own = stepping.local_parts(parameters)
             lr, (beta1, beta2) = group["lr"], group["betas"]
             updates = list(torch._foreach_lerp(momenta, gradients, 1 - beta1))
             torch._foreach_sign_(updates)
-            shrink(own, lr * group["weight_decay"])
-            subtract(own, updates, lr)
+            stepping.shrink(own, lr * group["weight_decay"])
+            stepping.subtract(own, updates, lr)
             torch._foreach_lerp_(momenta, gradients, 1 - beta2)
         return loss

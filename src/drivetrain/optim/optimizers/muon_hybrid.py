@@ -21,20 +21,8 @@ from drivetrain.core.arguments import check_choice, check_counts, check_flag, ch
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.module.distributed_tensors import is_dtensor, like_sharded, local_part
 from drivetrain.module.params import muon_groups
-from drivetrain.optim.optimizers.stepping import (
-    Closure,
-    ParamGroup,
-    check_betas,
-    check_rates,
-    evaluate,
-    gradients_of,
-    local_parts,
-    shrink,
-    state_of,
-    subtract,
-    with_gradients,
-    zeros_of,
-)
+from drivetrain.optim.optimizers import stepping
+from drivetrain.optim.optimizers.stepping import Closure, ParamGroup
 
 # ---------------------------------------------------------------------- orthogonalisation by Newton-Schulz iteration (Jordan et al., 2024)
 #
@@ -189,13 +177,13 @@ class MuonHybrid(Optimizer):
         cuda_graph: bool = False,
     ):
         check_numbers("MuonHybrid", weight_decay=weight_decay, adam_eps=adam_eps, adam_weight_decay=adam_weight_decay)
-        check_rates("MuonHybrid", lr=lr, adam_lr=adam_lr)
+        stepping.check_rates("MuonHybrid", lr=lr, adam_lr=adam_lr)
         for name, flag in {"nesterov": nesterov, "cuda_graph": cuda_graph}.items():
             check_flag(name, flag, owner="MuonHybrid")
         check_numbers("MuonHybrid", 0.0, 1.0, momentum=momentum)
         check_counts("MuonHybrid", 1, ns_steps=ns_steps)
         check_choice("adjust_lr", adjust_lr, ADJUSTMENTS, owner="MuonHybrid")
-        adam_betas = check_betas("MuonHybrid", adam_betas, "adam_betas")
+        adam_betas = stepping.check_betas("MuonHybrid", adam_betas, "adam_betas")
         adam_match = (adam_match,) if isinstance(adam_match, str) else tuple(adam_match)
         given = locals()
         defaults = {name: given[name] for name in ("lr", "weight_decay", "fused", *_MUON_ONLY, *_ADAM_ONLY)}
@@ -246,16 +234,16 @@ class MuonHybrid(Optimizer):
     @torch.no_grad()
     def step(self, closure: Closure = None) -> Any:
         """Update every parameter that has a gradient."""
-        loss = evaluate(closure)
+        loss = stepping.evaluate(closure)
         for group in self.param_groups:
-            parameters = [p for p in with_gradients(group, "MuonHybrid") if p.numel()]
+            parameters = [p for p in stepping.with_gradients(group, "MuonHybrid") if p.numel()]
             if parameters:
                 (self._step_muon if group["muon"] else self._step_adam)(group, parameters)
         return loss
 
     def _step_muon(self, group: ParamGroup, parameters: list[Tensor]) -> None:
-        momenta = state_of(self, parameters, "momentum_buffer", zeros_of)
-        own, gradients = local_parts(momenta), gradients_of(parameters)
+        momenta = stepping.state_of(self, parameters, "momentum_buffer", stepping.zeros_of)
+        own, gradients = stepping.local_parts(momenta), stepping.gradients_of(parameters)
         torch._foreach_lerp_(own, gradients, 1 - group["momentum"])
         ahead = list(torch._foreach_lerp(gradients, own, group["momentum"])) if group["nesterov"] else own
         if group.get("cuda_graph"):
@@ -263,11 +251,11 @@ class MuonHybrid(Optimizer):
             return
         matrices = [_whole_matrix(update, momentum) for update, momentum in zip(ahead, momenta)]
         updates = orthogonalise(matrices, group["ns_steps"])
-        lr, weights = group["lr"], local_parts(parameters)
-        shrink(weights, lr * group["weight_decay"])
+        lr, weights = group["lr"], stepping.local_parts(parameters)
+        stepping.shrink(weights, lr * group["weight_decay"])
         for weight, update, matrix, parameter in zip(weights, updates, matrices, parameters):
             rate = adjusted_rate(lr, (matrix.shape[0], matrix.shape[1]), group["adjust_lr"])
-            subtract([weight], [_own_part(update, parameter)], rate)
+            stepping.subtract([weight], [_own_part(update, parameter)], rate)
 
     def _step_recorded(self, group: ParamGroup, parameters: list[Tensor], ahead: list[Tensor]) -> None:
         """Do the rest of a step with one recorded graph."""
@@ -279,18 +267,20 @@ class MuonHybrid(Optimizer):
         if graph is None or not graph.fits(ahead, *settings):
             graph = graphs[key] = GraphedDirections(ahead, parameters, *settings)
         directions, lr = graph(ahead), group["lr"]
-        shrink(parameters, lr * group["weight_decay"])
-        subtract(parameters, directions, lr)
+        stepping.shrink(parameters, lr * group["weight_decay"])
+        stepping.subtract(parameters, directions, lr)
 
     def _step_adam(self, group: ParamGroup, parameters: list[Tensor]) -> None:
         fused = group["fused"]
-        counts = state_of(self, parameters, "step", lambda p: torch.zeros((), device=p.device if fused else "cpu"))
+        counts = stepping.state_of(
+            self, parameters, "step", lambda p: torch.zeros((), device=p.device if fused else "cpu")
+        )
         beta1, beta2 = group["betas"]
         adamw(
-            local_parts(parameters),
-            gradients_of(parameters),
-            local_parts(state_of(self, parameters, "exp_avg", zeros_of)),
-            local_parts(state_of(self, parameters, "exp_avg_sq", zeros_of)),
+            stepping.local_parts(parameters),
+            stepping.gradients_of(parameters),
+            stepping.local_parts(stepping.state_of(self, parameters, "exp_avg", stepping.zeros_of)),
+            stepping.local_parts(stepping.state_of(self, parameters, "exp_avg_sq", stepping.zeros_of)),
             [],
             counts,
             fused=fused,

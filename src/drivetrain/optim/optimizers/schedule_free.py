@@ -16,18 +16,8 @@ from torch.optim.optimizer import ParamsT
 
 from drivetrain.core.arguments import check_counts, check_number, check_numbers
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
-from drivetrain.optim.optimizers.stepping import (
-    Closure,
-    ParamGroup,
-    check_betas,
-    copy_of,
-    evaluate,
-    gradients_of,
-    local_parts,
-    state_of,
-    with_gradients,
-    zeros_of,
-)
+from drivetrain.optim.optimizers import stepping
+from drivetrain.optim.optimizers.stepping import Closure, ParamGroup
 
 
 class _ScheduleFree(Optimizer):
@@ -48,12 +38,16 @@ class _ScheduleFree(Optimizer):
         self._training_weights: dict[Tensor, Tensor] = {}
         self._has_warned = False
         super().__init__(params, {**defaults, **progress})
-        for group in self.param_groups:
-            if not self._beta(group) > 0:
-                raise ConfigError(
-                    f"{name}({self._interpolation}={group[self._interpolation]!r}): x cannot be recovered from z and y with an "
-                    "interpolation of 0. Give a number above 0, such as 0.9."
-                )
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Take in a group whose weights can be recovered from its z and y."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if not self._beta(group) > 0:
+            raise ConfigError(
+                f"{type(self).__name__}({self._interpolation}={group[self._interpolation]!r}): x cannot be recovered from z and y with an "
+                "interpolation of 0. Give a number above 0, such as 0.9."
+            )
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
@@ -72,7 +66,7 @@ class _ScheduleFree(Optimizer):
             if not group["train_mode"]:
                 continue
             moved = [p for p in group["params"] if "z" in self.state.get(p, {})]
-            self._training_weights.update({p: copy_of(p) for p in moved})
+            self._training_weights.update({p: stepping.copy_of(p) for p in moved})
             self._blend(moved, 1 - 1 / self._beta(group))
             group["train_mode"] = False
 
@@ -84,7 +78,9 @@ class _ScheduleFree(Optimizer):
                 continue
             kept = [p for p in group["params"] if p in self._training_weights]
             if kept:
-                torch._foreach_copy_(local_parts(kept), local_parts(self._training_weights[p] for p in kept))
+                torch._foreach_copy_(
+                    stepping.local_parts(kept), stepping.local_parts(self._training_weights[p] for p in kept)
+                )
             # A state saved in evaluation mode brings no y along: it is worked out, up to rounding.
             others = [p for p in group["params"] if p not in self._training_weights and "z" in self.state.get(p, {})]
             self._blend(others, 1 - self._beta(group))
@@ -98,14 +94,14 @@ class _ScheduleFree(Optimizer):
             raise RuntimeError(
                 f"{type(self).__name__} is in evaluation mode: call train() before the next forward pass."
             )
-        loss = evaluate(closure)
+        loss = stepping.evaluate(closure)
         for group in self.param_groups:
             lr, share = self._advance(group)
-            parameters = with_gradients(group, type(self).__name__)
+            parameters = stepping.with_gradients(group, type(self).__name__)
             if not parameters:
                 continue
-            z = local_parts(state_of(self, parameters, "z", copy_of))
-            y = local_parts(parameters)
+            z = stepping.local_parts(stepping.state_of(self, parameters, "z", stepping.copy_of))
+            y = stepping.local_parts(parameters)
             directions = self._directions(group, parameters, y)
             # y' = (1 - beta) z' + beta x', written without x: x is determined by y and z.
             torch._foreach_lerp_(y, z, share)
@@ -137,7 +133,9 @@ class _ScheduleFree(Optimizer):
 
     def _blend(self, parameters: list[Tensor], weight: float) -> None:
         if parameters:
-            torch._foreach_lerp_(local_parts(parameters), local_parts(self.state[p]["z"] for p in parameters), weight)
+            torch._foreach_lerp_(
+                stepping.local_parts(parameters), stepping.local_parts(self.state[p]["z"] for p in parameters), weight
+            )
 
     def _beta(self, group: ParamGroup) -> float:
         value = group[self._interpolation]
@@ -169,13 +167,13 @@ class AdamWScheduleFree(_ScheduleFree):
         weight_lr_power: float = 2.0,
     ):
         check_numbers("AdamWScheduleFree", eps=eps)
-        defaults = {"lr": lr, "betas": check_betas("AdamWScheduleFree", betas), "eps": eps}
+        defaults = {"lr": lr, "betas": stepping.check_betas("AdamWScheduleFree", betas), "eps": eps}
         average = {"warmup_steps": warmup_steps, "r": r, "weight_lr_power": weight_lr_power}
         super().__init__(params, {**defaults, "weight_decay": weight_decay, **average})
 
     def _directions(self, group: ParamGroup, parameters: list[Tensor], y: list[Tensor]) -> list[Tensor]:
-        beta2, gradients = group["betas"][1], gradients_of(parameters)
-        squares = local_parts(state_of(self, parameters, "exp_avg_sq", zeros_of))
+        beta2, gradients = group["betas"][1], stepping.gradients_of(parameters)
+        squares = stepping.local_parts(stepping.state_of(self, parameters, "exp_avg_sq", stepping.zeros_of))
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
         scales = torch._foreach_sqrt(squares)
@@ -207,7 +205,7 @@ class SGDScheduleFree(_ScheduleFree):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, **average})
 
     def _directions(self, group: ParamGroup, parameters: list[Tensor], y: list[Tensor]) -> list[Tensor]:
-        gradients = gradients_of(parameters)
+        gradients = stepping.gradients_of(parameters)
         if not group["weight_decay"]:
             return gradients
         return list(torch._foreach_add(gradients, y, alpha=group["weight_decay"]))

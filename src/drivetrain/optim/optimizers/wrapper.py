@@ -17,7 +17,15 @@ from drivetrain.core.arguments import check_counts, check_fractions, check_numbe
 from drivetrain.core.errors import ConfigError, ConfigTypeError
 from drivetrain.core.types import StateDict
 from drivetrain.module.distributed_tensors import is_dtensor
-from drivetrain.optim.optimizers.stepping import Closure, ParamGroup, copy_of, evaluate, local_parts
+from drivetrain.optim.optimizers.stepping import (
+    Closure,
+    ParamGroup,
+    copy_of,
+    evaluate,
+    gradients_of,
+    local_parts,
+    with_gradients,
+)
 
 
 def _of_base(name: str) -> Any:
@@ -96,7 +104,7 @@ class WrappedOptimizer(Optimizer):
         self._kept = defaultdict(dict)
         for number, parameter in zip(numbers, self.parameters()):
             for name, value in own.get(number, {}).items():
-                self._kept[parameter][name] = value.detach().to(parameter.device, copy=True)
+                self._kept[parameter][name] = value.detach().to(parameter.device, parameter.dtype, copy=True)
 
     def __getstate__(self) -> StateDict:
         return {name: getattr(self, name) for name in ("base_optimizer", "_kept", *self.settings)}
@@ -172,9 +180,9 @@ class Cautious(WrappedOptimizer):
     def step(self, closure: Closure = None) -> Any:
         """Let the optimizer inside step, and keep of its step what agrees with the gradient."""
         loss = evaluate(closure)
-        groups = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        groups = [with_gradients(group, "Cautious") for group in self.param_groups]
         signs = [-1 if group.get("maximize") else 1 for group in self.param_groups]
-        gradients = [local_parts(p.grad * sign for p in own) for own, sign in zip(groups, signs)]
+        gradients = [[one * sign for one in gradients_of(own)] for own, sign in zip(groups, signs)]
         before = [local_parts(copy_of(p) for p in own) for own in groups]
         decays = [self._take_decay(group) for group in self.param_groups]
         try:
@@ -271,7 +279,7 @@ class SAMOptimizer(WrappedOptimizer):
     @torch.no_grad()
     def perturb(self) -> dict[Tensor, Tensor]:
         """Move to the worst point nearby and return the weights as they were."""
-        moved = [p for p in self.parameters() if p.grad is not None]
+        moved = [p for group in self.param_groups for p in with_gradients(group, "SAMOptimizer")]
         gradients = [p.grad for p in moved if p.grad is not None]
         if not gradients:
             return {}
