@@ -2,7 +2,6 @@
 
 import math
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from drivetrain.core.errors import MissingExtra
 from drivetrain.train.tracking import InMemoryRunHistory, LossTracker, RunHistory, reduce_means
-from tests.train.tasks import make_data, make_trainer, train
+from tests.train.tasks import calls_of, make_data, make_trainer, train
 
 LOSSES = [105.5, 94.7, 98.0, 55.2, 32.5]
 SIZES = [64, 32, 16, 8, 4]
@@ -210,15 +209,9 @@ def test_a_tracker_restored_in_the_middle_of_an_epoch_has_the_mean_of_all_of_it(
     assert second.average == pytest.approx(whole.average, rel=1e-15)
 
 
-def test_an_update_costs_a_few_microseconds():
+def test_an_update_calls_hardly_anything():
     tracker, loss = LossTracker(), torch.tensor(1.0)
-    best = math.inf
-    for _ in range(30):
-        start = time.perf_counter()
-        for _ in range(200):
-            tracker.update(loss, 32)
-        best = min(best, (time.perf_counter() - start) / 200)
-    assert best < 10e-6  # about 1 µs on a quiet machine
+    assert calls_of(lambda: tracker.update(loss, 32)) < 6  # of Python or C; it runs once per step
 
 
 @pytest.mark.gpu

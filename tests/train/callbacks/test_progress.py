@@ -7,7 +7,6 @@ import re
 import select
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from drivetrain.core.errors import ConfigError
 from drivetrain.train.callbacks import ProgressBarCallback, StepBasedEvaluationCallback, TrainerCallback
 from drivetrain.train.callbacks import progress as module
-from tests.train.tasks import make_data, make_trainer, train
+from tests.train.tasks import calls_of, make_data, make_trainer, train
 
 PROGRAM = """
 from drivetrain.train.callbacks import ProgressBarCallback, StepBasedEvaluationCallback
@@ -165,15 +164,9 @@ def test_the_display_is_put_away_after_an_error(monkeypatch):
     assert closed
 
 
-def test_a_step_costs_less_than_a_microsecond_or_so():
+def test_a_step_only_reads_the_clock():
     callback = ProgressBarCallback()
-    best = float("inf")
-    for _ in range(30):
-        start = time.perf_counter()
-        for _ in range(200):
-            callback.batch_end(None, None)
-        best = min(best, (time.perf_counter() - start) / 200)
-    assert best < 5e-6
+    assert calls_of(lambda: callback.batch_end(None, None)) == 2  # itself and the clock
 
 
 def test_nothing_is_imported_from_rich_without_a_bar():
