@@ -232,9 +232,11 @@ def test_things_of_the_run_end_with_it(tmp_path):
         run.at_end(lambda: ended.append("first"))
         run.at_end(lambda: ended.append("second"))
 
+    before = threading.enumerate()
     record.run(output_dir=str(tmp_path))
     assert ended == ["second", "first", "recorder"] and only_run(tmp_path).status["step"] == 7
-    assert not [thread for thread in threading.enumerate() if thread.name == "drivetrain-heartbeat"]
+    left = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert "drivetrain-heartbeat" not in left
 
 
 def test_the_status_is_kept_fresh(tmp_path, monkeypatch):

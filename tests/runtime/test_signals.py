@@ -165,7 +165,7 @@ def test_slurm_is_asked_to_run_the_job_again(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert not requeue_under_slurm() and "manually" in caplog.text
-    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > "{tmp_path}/asked"\n')
     (tmp_path / "scontrol").chmod(0o755)
     assert requeue_under_slurm() and (tmp_path / "asked").read_text() == "requeue 17\n"
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "15")

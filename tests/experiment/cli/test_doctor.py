@@ -1,6 +1,7 @@
 """`doctor`: the machine, runs that died in different ways, and programs that resume exactly or do not."""
 
 import json
+import shlex
 import time
 
 import pytest
@@ -104,7 +105,7 @@ def test_damaged_files_and_nan_are_found_and_the_way_on_is_told(command, tmp_pat
     assert checks["train/loss"]["found"] == "not finite from step 1 on"
     assert "damaged" in checks["checkpoint-2"]["found"] and checks["checkpoint-1"]["good"]
     assert (
-        checks["next"]["remedy"].endswith(f"drivetrain resume {folder}")
+        checks["next"]["remedy"].endswith(f"drivetrain resume {shlex.quote(str(folder))}")
         and "died while saving" in checks["half a checkpoint"]["found"]
     )
 

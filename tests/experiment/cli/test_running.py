@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -29,7 +30,7 @@ def test_run_says_with_what_and_where_and_what_came_of_it(command, small, tmp_pa
     assert [line.split() for line in out.splitlines() if line.split()[:1] == ["lr"]] == [["lr", "0.05", "cli"]]
     assert "epochs" not in out  # a default is not worth a line
     assert record.state == "finished" and record.manifest["argv"][:2] == ["drivetrain", "run"]
-    assert f"drivetrain report {record.folder}" in out
+    assert f"drivetrain report {shlex.quote(str(record.folder))}" in out
 
 
 def test_run_json_holds_the_result(command_json, small, tmp_path):
@@ -42,12 +43,12 @@ def test_a_failing_run_has_status_1_its_traceback_and_a_way_on(command, small, t
     status, out, err = command("run", small, "--output-dir", tmp_path / "o", "--fail")
     assert status == 1
     assert "RuntimeError: it broke" in err and "run_experiment" not in err
-    assert "failed" in out and f"drivetrain resume {only_run(tmp_path / 'o').folder}" in out
+    assert "failed" in out and f"drivetrain resume {shlex.quote(str(only_run(tmp_path / 'o').folder))}" in out
 
 
 def test_bad_options_have_status_2_and_make_no_folder(command, small, tmp_path):
     status, _, err = command("run", small, "--output-dir", tmp_path / "o", "--epohcs", "3")
-    assert status == 2 and "did you mean --epochs" in err and f"drivetrain run {small}" in err
+    assert status == 2 and "did you mean --epochs" in err and f"drivetrain run {shlex.quote(str(small))}" in err
     status, _, err = command("run", small, "--output-dir", tmp_path / "o", "--device", "cuda:99")
     assert status == 2 and "cuda" in err
     assert not (tmp_path / "o").exists()
@@ -190,7 +191,7 @@ def test_an_interrupted_sweep_prints_what_it_has_and_the_line_that_continues_it(
     words = ["x=1,2,3", f"marker={marker}", f"output_dir={tmp_path / 'o'}", "--objective", "accuracy"]
     status, out, _ = command("sweep", path, *words)
     (folder,) = (tmp_path / "o" / "stoppable" / "sweeps").iterdir()
-    assert status == 130 and f"continue it with: {own_command()} resume {folder}" in out
+    assert status == 130 and f"continue it with: {own_command()} resume {shlex.quote(str(folder))}" in out
     assert "interrupted" in out and "finished" in out and f"sweep folder  {folder}" in out
     status, out, _ = command("show", folder)
     assert status == 0 and "interrupted" in out and "drivetrain resume" in out
@@ -216,6 +217,17 @@ def test_a_sweep_with_a_secret_needs_it_again(command, program, tmp_path):
 def test_a_result_of_zero_is_printed(command, program, tmp_path):
     _, out, _ = command("run", program("QUICK"), "--output-dir", tmp_path / "o", "--x", "0.25")
     assert [line.split() for line in out.splitlines() if line.split()[:1] == ["result"]] == [["result", "0"]]
+
+
+def test_the_command_of_a_program_whose_path_has_a_space_is_recorded_word_by_word(command, program, tmp_path):
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    path = program("QUICK").rename(folder / f"program_{os.getpid()}.py")
+    assert command("run", path, "--output-dir", folder, "--x", "0.5")[0] == 0
+    words = ["drivetrain", "run", str(path), "--output-dir", str(folder), "--x", "0.5"]
+    assert only_run(folder).manifest["argv"] == words
+    status, _, err = command("run", path, "--y", "0.5")
+    assert status == 2 and shlex.join(words[:3]) in err
 
 
 def test_of_two_experiments_of_one_name_that_of_the_run_is_resumed(command, program, tmp_path):

@@ -81,7 +81,7 @@ def launch(arguments: argparse.Namespace) -> int:
 
 def _command(verb: str, arguments: argparse.Namespace, words: list[str]) -> str:
     """Return the command without the words that are options of the experiment: in a group it names the experiment."""
-    return " ".join(("drivetrain", verb, arguments.target, *arguments.options[: len(arguments.options) - len(words)]))
+    return shlex.join(("drivetrain", verb, arguments.target, *arguments.options[: len(arguments.options) - len(words)]))
 
 
 def demo(arguments: argparse.Namespace) -> int:
@@ -105,7 +105,7 @@ def start_words(experiment: Any, words: list[str], *, program: str, as_json: boo
         return BAD_INPUT
     if found is None:
         return 0
-    return start(experiment, found[0], argv=[*program.split(), *words], force=found[1], as_json=as_json)
+    return start(experiment, found[0], argv=[*shlex.split(program), *words], force=found[1], as_json=as_json)
 
 
 def start(
