@@ -66,10 +66,12 @@ def imported(code):
 
 
 def missing(code):
-    """Return the optional packages that a block imports and that are not installed here."""
+    """Return the optional packages that a block needs and that are not installed here."""
     needed = imported(code)
     if "timm" in needed:
         needed.add("torchvision")  # timm imports it when it builds a model
+    if "plot(" in code:
+        needed.add("matplotlib")  # imported by drivetrain
     return sorted(name for name in (EXTRAS | PEERS) & needed if importlib.util.find_spec(name) is None)
 
 

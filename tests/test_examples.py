@@ -18,6 +18,7 @@ def load(name):
 
 
 def test_mnist_falls_back_to_digits_and_learns():
+    pytest.importorskip("sklearn")
     assert load("train_mnist").main(num_epochs=3) > 0.8
 
 

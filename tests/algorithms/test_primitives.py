@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 
-from drivetrain.algorithms.utils import augmentation_sets, pil_ops, tensor_ops
+from drivetrain.algorithms.utils import augmentation_sets, tensor_ops
 from drivetrain.algorithms.utils import primitives as primitives_module
 from drivetrain.algorithms.utils.primitives import as_pil, as_tensor, find_set
 
 PIL_IMAGE = pytest.importorskip("PIL.Image")
+pil_ops = pytest.importorskip("drivetrain.algorithms.utils.pil_ops")
 
 
 def picture(channels=3, height=21, width=28):

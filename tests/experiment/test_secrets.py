@@ -48,7 +48,7 @@ def leaky(
 
     assert params["api_key"] == api_key
     logging.getLogger("mine").info("calling with %s", api_key)
-    recorder = Recorder(tensorboard=True, sinks=[Remembering()])
+    recorder = Recorder(tensorboard="auto", sinks=[Remembering()])
     recorder.params({"api_key": api_key, "login": {"password": login.password}, "typed": typed, **dict(params)})
     recorder.scalar("loss", 1.0)
     recorder.step()

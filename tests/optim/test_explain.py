@@ -12,6 +12,7 @@ def unit(cls, **conf):
 
 
 def test_a_plot_is_a_png_file_of_the_whole_run(tmp_path):
+    pytest.importorskip("matplotlib")
     model = nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)})
     optim = OptimSet(
         a=NoamLr("SGD", {"lr": 1.0}, model, updated_modules="a", warmup_steps=20),
@@ -23,6 +24,7 @@ def test_a_plot_is_a_png_file_of_the_whole_run(tmp_path):
 
 
 def test_a_plot_takes_lists_units_and_epochs(tmp_path):
+    pytest.importorskip("matplotlib")
     plot({"measured": [0.1, 0.2], "cosine": unit(CosineLr, total_steps=8)}, tmp_path / "a.png")
     plot(unit(ExponentDecayLr, decay_factor=0.5), tmp_path / "b.png", steps=6, steps_per_epoch=2, log_scale=True)
     with pytest.raises(ConfigError, match="steps=None"):

@@ -203,6 +203,7 @@ def test_in_a_run_it_writes_to_the_runs_folder(run):
 
 
 def test_two_recorders_write_two_complete_folders(run, tmp_path):
+    pytest.importorskip("tensorboard")
     first, second, third = Recorder(), Recorder(), Recorder(tmp_path / "own")
     for place in range(3):
         for factor, recorder in ((1, first), (10, second), (100, third)):

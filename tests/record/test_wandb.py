@@ -73,6 +73,7 @@ def record(recorder):
 
 
 def test_wandb_gets_rows_on_our_own_axis(monkeypatch, tmp_path):
+    pytest.importorskip("PIL.Image")
     runs = stand_in(monkeypatch, "wandb", WandbRun)
     with Recorder(tmp_path / "run", tensorboard=False, sinks=("wandb",)) as recorder:
         record(recorder)
@@ -106,6 +107,7 @@ def test_a_resume_continues_the_run_of_the_tracker(monkeypatch, tmp_path):
 
 
 def test_trackio_gets_rows_with_their_step(monkeypatch, tmp_path):
+    pytest.importorskip("PIL.Image")
     runs = stand_in(monkeypatch, "trackio", Run)
     monkeypatch.setenv("TRACKIO_PROJECT", "digits")
     with Recorder(tmp_path / "run", tensorboard=False, sinks=(WandbSink("trackio", name="mine"),)) as recorder:
