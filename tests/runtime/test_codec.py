@@ -238,7 +238,7 @@ class Doubled(namedtuple("Doubled", "x y")):
 
 @pytest.mark.parametrize(
     "value",
-    [np.datetime64("2026-01-02T03:04:05.123456789"), np.timedelta64(5, "ns"), np.timedelta64("NaT"), Doubled(4)],
+    [np.datetime64("2026-01-02T03:04:05.123456789"), np.timedelta64(5, "ns"), np.timedelta64("NaT", "ns"), Doubled(4)],
 )
 def test_times_of_numpy_and_namedtuples_with_their_own_constructor_come_back(value):
     back = unpack(through_file(pack({"value": value})), live=value)["value"]
