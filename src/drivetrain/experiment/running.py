@@ -83,11 +83,12 @@ def run_experiment(
     force: bool = False,
     folder: Path | None = None,
     trial: Settings | None = None,
+    when_ready: Callable[[], object] = lambda: None,
 ) -> Any:
     """Run an experiment with resolved parameters and return what its main function returned.
 
     `folder` is a run folder chosen by the caller; a run that is there already is continued. `trial` names the trial and its
-    sweep this is.
+    sweep this is. `when_ready` is called once nothing prevents the run any more.
     """
     active = current_run()
     if active is not None:
@@ -97,8 +98,11 @@ def run_experiment(
         )
     options = {"argv": argv, "force": force, "folder": folder, "trial": trial}
     if processes.must_launch(resolved):
-        return processes.launch_experiment(_run_worker, experiment, resolved, options)
+        if folder is None and resolved.values["node_rank"] == 0:  # now: workers fail with a traceback
+            resume.look_ahead(experiment, resolved, force=force)
+        return processes.launch_experiment(_run_worker, experiment, resolved, options, when_ready)
     if resolved.values["subprocess"] is not None:
+        when_ready()
         return _run_subprocess(experiment, resolved)
     _check_device(resolved)
     joined = _join_world(resolved)
@@ -114,6 +118,7 @@ def run_experiment(
             print(printable(f"already finished: {record.folder}{lossy}"))
         result = record.result
     else:
+        when_ready()
         result = _run_in(experiment, start, lock, argv=argv, trial=trial)
     if joined:  # after an error peers may never answer, so then the group is left as it is
         from drivetrain.runtime.group import destroy_group
