@@ -66,7 +66,7 @@ class Ending:
     def sentence(self) -> str | None:
         """The error as one text; being stopped by a signal is a state, not an error."""
         stopped = self.state == "interrupted" and isinstance(self.error, SystemExit | KeyboardInterrupt)
-        return None if self.error is None or stopped else f"{type(self.error).__name__}: {self.error}"
+        return None if self.error is None or stopped else run_folder.error_text(self.error)
 
     def outcome(self) -> Any:
         """Return the result, or raise the error."""
@@ -251,19 +251,22 @@ def _run_in(
     with lock or nullcontext(), _current(run):
         if rank == 0:
             _write_record(experiment, start, argv, trial)
-        with run_folder.run_log(start.folder, rank, debug=values["debug"], hidden=run.hidden):
-            status = run_folder.StatusFile(start.folder, run, _num_restarts()) if rank == 0 else None
+        with (
+            run_folder.run_log(start.folder, rank, debug=values["debug"], hidden=run.hidden),
+            run_folder.StatusFile(start.folder, run, _num_restarts()) if rank == 0 else nullcontext() as status,
+        ):
             for note in (*start.beginning.notes, f"run folder: {start.folder}"):
                 logger.info("%s", note)
             ending = _live(experiment, run)
             if status is not None:
                 # Written now, so that listing runs need not read all their rows.
                 summary_of(start.folder / run_folder.METRICS)
-                fields = {"result": ending.result, "result_is_complete": run_folder.is_plain(ending.result)}
+                result = ending.result
+                fields = {"result": run_folder.plain(result), "result_is_complete": run_folder.is_plain(result)}
                 fields |= {"pruned": True} if ending.is_pruned else {}
                 error = ending.sentence and hide(ending.sentence, run.hidden)
                 try:
-                    status.end(ending.state, exit_code=ending.exit_code, error=error, **run_folder.plain(fields))
+                    status.end(ending.state, exit_code=ending.exit_code, error=error, **fields)
                 except OSError as problem:  # a full disk must hide neither result nor error
                     logger.error("how the run ended cannot be written: %s", problem)
     return ending.outcome()
@@ -351,7 +354,7 @@ def _live(experiment: "Experiment", run: ExperimentRun) -> Ending:
     for act in endings:
         try:
             act()
-        except (Exception, KeyboardInterrupt) as error:
+        except BaseException as error:
             problems.append(error)
     first = next((entry for entry in problems if entry is not None), None)
     if first is not None and ending.error is None:
