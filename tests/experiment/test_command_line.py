@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from drivetrain.core.errors import ParameterError
+from drivetrain.core.errors import ConfigError, DrivetrainError, ParameterError
 from drivetrain.experiment import experiment, group, param_group, parameter, read_run
 from drivetrain.experiment.command_line import parse
 from drivetrain.experiment.resolve import resolve
@@ -101,6 +101,41 @@ def test_mistakes_are_explained_and_end_with_status_2(argv, words, capsys):
     printed = capsys.readouterr()
     assert stop.value.code == 2 and printed.err.startswith("Error: ") and words in printed.err
     assert "Usage: " in printed.err and not printed.out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--resume", "nowhere"], "resume: nowhere is neither the folder of a run"),
+        (["--resume", "nowhere", "--distributed", "--nproc-per-node", "2"], "resume: nowhere is neither the folder"),
+        (["--run-name", "taken"], "already exists. Choose another --run-name"),
+        (["--run-name", "taken", "--distributed"], "already exists. Choose another --run-name"),
+        (["--distributed", "--node-rank", "3"], "node_rank=3 does not fit nnodes=1"),
+        (["--device", "cuda:99"], "cuda"),
+        (["--output-dir", "file"], "cannot create the run folder"),
+    ],
+)
+def test_what_prevents_a_run_is_explained_like_a_mistake(tmp_path, monkeypatch, argv, words, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "output" / "train" / "taken").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    with pytest.raises(DrivetrainError, match=words):
+        train.cli(argv, exit_on_error=False)
+    with pytest.raises(SystemExit) as stop:
+        train.cli(argv)
+    printed = capsys.readouterr().err
+    assert stop.value.code == 2 and printed.startswith("Error: ") and words in printed and "Usage: " in printed
+
+
+@pytest.mark.parametrize("argv", [[], ["--distributed"]])
+def test_an_error_within_a_run_keeps_its_traceback(tmp_path, argv):
+    with pytest.raises(DrivetrainError, match="within"):
+        misled.cli(["--output-dir", str(tmp_path), *argv])
+
+
+@experiment
+def misled():
+    raise ConfigError("within")
 
 
 def test_help_fits_any_width_and_prints_brackets_as_they_are(monkeypatch, capsys):

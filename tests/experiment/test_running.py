@@ -14,9 +14,16 @@ import yaml
 
 import drivetrain.experiment as pystematic
 from drivetrain.core.errors import DeviceError, ExperimentError, ParameterError
-from drivetrain.experiment import experiment, find_runs, read_run, run_folder
+from drivetrain.experiment import experiment, find_runs, read_run, run_folder, sweep
 from drivetrain.experiment.plugins import app
 from drivetrain.runtime import current_run
+
+
+@pytest.fixture(autouse=True)
+def _heartbeats_end_with_their_run():
+    before = set(threading.enumerate())
+    yield
+    assert "drivetrain-heartbeat" not in {thread.name for thread in set(threading.enumerate()) - before}
 
 
 @pytest.fixture
@@ -232,11 +239,8 @@ def test_things_of_the_run_end_with_it(tmp_path):
         run.at_end(lambda: ended.append("first"))
         run.at_end(lambda: ended.append("second"))
 
-    before = threading.enumerate()
     record.run(output_dir=str(tmp_path))
     assert ended == ["second", "first", "recorder"] and only_run(tmp_path).status["step"] == 7
-    left = [thread.name for thread in threading.enumerate() if thread not in before]
-    assert "drivetrain-heartbeat" not in left
 
 
 def test_the_status_is_kept_fresh(tmp_path, monkeypatch):
@@ -269,7 +273,7 @@ def test_cuda_falls_back_by_default_and_fails_when_asked_for(tmp_path):
     assert draw.cli(place)["x"] == 1
     for line in (["--cuda"], ["--device", "cuda"]):
         with pytest.raises(DeviceError, match="cuda"):
-            draw.cli(place + line)
+            draw.cli(place + line, exit_on_error=False)
     assert len(list(find_runs(tmp_path))) == 1
 
 
@@ -294,6 +298,68 @@ def test_the_command_line_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--x", "3", "--output-dir", str(tmp_path)])
     assert draw.cli()["x"] == 3
     assert only_run(tmp_path).manifest["argv"] == sys.argv and only_run(tmp_path).origins["x"] == "cli"
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+def contains_itself():
+    found = []
+    found.append(found)
+    return found
+
+
+def nested(depth):
+    found = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize(
+    "result", [{"x": Unprintable()}, contains_itself(), nested(100_000)], ids=["text", "self", "deep"]
+)
+def test_a_result_that_cannot_be_written_is_returned_and_the_run_has_finished(tmp_path, result):
+    @experiment
+    def give():
+        return result
+
+    assert give.run(output_dir=str(tmp_path)) is result
+    record = only_run(tmp_path)
+    assert record.state == "finished" and record.status["result_is_complete"] is False
+
+
+def test_an_error_without_a_text_is_written_down(tmp_path):
+    @experiment
+    def fail():
+        raise Unprintable
+
+    with pytest.raises(Unprintable):
+        fail.run(output_dir=str(tmp_path))
+    assert only_run(tmp_path).state == "failed" and "Unprintable" in only_run(tmp_path).status["error"]
+    (trial,) = sweep(fail, [{}], params={"output_dir": str(tmp_path)}, on_failure="return")
+    assert trial.status == "failed" and "Unprintable" in trial.error
+
+
+@pytest.mark.parametrize(("error", "state"), [(KeyboardInterrupt(), "interrupted"), (SystemExit(3), "failed")])
+def test_what_ends_one_of_the_endings_is_written_down_and_the_others_are_called(tmp_path, error, state):
+    called = []
+
+    def stop():
+        raise error
+
+    @experiment
+    def record():
+        current_run().at_end(lambda: called.append("first"))
+        current_run().at_end(stop)
+
+    with pytest.raises(type(error)):
+        record.run(output_dir=str(tmp_path))
+    assert only_run(tmp_path).state == state and called == ["first"]
 
 
 def test_ctrl_c_while_a_run_ends_is_written_down(tmp_path, hooks):

@@ -9,11 +9,11 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from drivetrain.core.errors import ParameterError, nearest_name
+from drivetrain.core.errors import DrivetrainError, ParameterError, nearest_name
 from drivetrain.experiment.command_line import (
     BAD_INPUT,
     experiment_parser,
@@ -43,10 +43,10 @@ MEMO = "__drivetrain_parameters__"
 
 @contextmanager
 def _explained(usage: str, exit_on_error: bool) -> Iterator[None]:
-    """Explain a bad command line and end the program with status 2, unless the caller wants the error."""
+    """Explain what prevents a run and end the program with status 2, unless the caller wants the error."""
     try:
         yield
-    except ParameterError as error:
+    except DrivetrainError as error:
         if not exit_on_error:
             raise
         print_error(error, usage)
@@ -170,14 +170,16 @@ class Experiment(_WithParameters):
         return self._start(self.resolve({**(params or {}), "resume": str(folder)}), force=force)
 
     def cli(self, argv: Sequence[str] | None = None, exit_on_error: bool = True, *, program: str | None = None) -> Any:
-        """Run with the options of a command line; a bad one is explained and ends the program with status 2."""
+        """Run with the options of a command line; what prevents the run is explained and ends the program with status 2."""
         program = program or program_name()
         print_any_text()
-        with _explained(usage_line(program), exit_on_error):
+        with ExitStack() as stack:
+            stack.enter_context(_explained(usage_line(program), exit_on_error))
             found = self._read_command(sys.argv[1:] if argv is None else argv, program)
-        if found is not None:
-            line = None if argv is None else [program, *map(str, argv)]
-            return self._start(found[0], force=found[1], argv=line)
+            if found is not None:
+                line = None if argv is None else [program, *map(str, argv)]
+                # Errors of the run itself keep their traceback.
+                return self._start(found[0], force=found[1], argv=line, when_ready=stack.pop_all)
         if exit_on_error:
             raise SystemExit(0)
         return None

@@ -118,7 +118,11 @@ def must_launch(resolved: Resolved) -> bool:
 
 
 def launch_experiment(
-    worker: Callable[..., object], experiment: "Experiment", resolved: Resolved, options: Settings
+    worker: Callable[..., object],
+    experiment: "Experiment",
+    resolved: Resolved,
+    options: Settings,
+    when_ready: Callable[[], object],
 ) -> Any:
     """Call `worker(experiment or reference, resolved, options)` on each process and return what rank 0 of this node returned."""
     from drivetrain.runtime.launch import WorkerFailed, launch
@@ -147,6 +151,7 @@ def launch_experiment(
             max_restarts=values["max_restarts"],
         )
     except WorkerFailed as failure:
+        when_ready()  # there were workers, so nothing prevented them
         if failure.exit_code in STOP_STATUSES:
             raise SystemExit(failure.exit_code) from None
         if options.get("folder") is not None:

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,12 @@ def choose_beginning(
         note = f"resume: no earlier run of {experiment.name!r} with these parameters in {place}; starting a new one."
         return Beginning(notes=[note])
     return continue_run((unfinished or same)[-1], resolved, parameters, force=force)
+
+
+def look_ahead(experiment: "Experiment", resolved: Resolved, *, force: bool) -> Beginning:
+    """Return how a run would begin, without a change to what it is given."""
+    copy = replace(resolved, values=dict(resolved.values), origins=dict(resolved.origins))
+    return choose_beginning(experiment, copy, force=force)
 
 
 def _is_program_of(record: RunRecord, experiment: "Experiment") -> bool:

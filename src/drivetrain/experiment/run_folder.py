@@ -122,6 +122,13 @@ def plain(value: object) -> Any:
     >>> plain({"path": Path("a"), "betas": (0.9, 0.99)})
     {'path': 'a', 'betas': [0.9, 0.99]}
     """
+    try:
+        return _plain(value)
+    except RecursionError:  # it is nested too deeply, or contains itself
+        return plain_text(value)
+
+
+def _plain(value: object) -> Any:
     if value is None:
         return None
     if isinstance(value, enum.Enum):
@@ -131,13 +138,13 @@ def plain(value: object) -> Any:
     if callable(getattr(type(value), "model_dump", None)):  # a model of pydantic
         value = value.model_dump(mode="json")  # type: ignore[attr-defined]
     if isinstance(value, Mapping):
-        return {str(plain(key)): plain(item) for key, item in value.items()}
+        return {str(_plain(key)): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | deque):
-        return [plain(item) for item in value]
+        return [_plain(item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted((plain(item) for item in value), key=str)
+        return sorted((_plain(item) for item in value), key=str)
     if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
-        return {name: plain(getattr(value, name)) for name in value.__dataclass_fields__}
+        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
     if isinstance(value, int) and abs(value) > LARGEST_INT:
         return hex(value)
     for kind in (bool, int, float):
@@ -149,8 +156,17 @@ def plain(value: object) -> Any:
 
 def plain_text(value: object) -> str:
     """Return a value as text that files hold: in UTF-8, and without the address that Python shows of an object."""
-    text = str(value) if isinstance(value, str) else ADDRESS.sub("", str(value))
+    try:
+        text = str(value)
+    except Exception as error:  # code of the user's
+        text = f"<{type(value).__name__}, whose text cannot be made: {type(error).__name__}>"
+    text = text if isinstance(value, str) else ADDRESS.sub("", text)
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def error_text(error: BaseException) -> str:
+    """Return an error as one text."""
+    return f"{type(error).__name__}: {plain_text(error)}"
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
@@ -160,10 +176,13 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 def is_plain(value: object) -> bool:
     """Return whether `plain` keeps everything of a value, so that it can be returned later."""
-    if isinstance(value, Mapping):
-        return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return all(is_plain(item) for item in value)
+    try:
+        if isinstance(value, Mapping):
+            return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
+        if isinstance(value, list | tuple):
+            return all(is_plain(item) for item in value)
+    except RecursionError:
+        return False
     return value is None or isinstance(value, bool | int | float | str) or _number(value) is not None
 
 
@@ -279,10 +298,16 @@ class StatusFile:
         self._write()
         self._thread.start()
 
-    def end(self, state: str, *, exit_code: int, error: str | None = None, **fields: object) -> None:
-        """Write how the run ended."""
+    def __enter__(self) -> "StatusFile":
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self._done.set()
         self._thread.join()
+
+    def end(self, state: str, *, exit_code: int, error: str | None = None, **fields: object) -> None:
+        """Write how the run ended."""
+        self.__exit__()
         self._fields |= {"state": state, "exit_code": exit_code, "error": error, **fields}
         self._write()
 

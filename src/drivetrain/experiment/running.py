@@ -66,7 +66,7 @@ class Ending:
     def sentence(self) -> str | None:
         """The error as one text; being stopped by a signal is a state, not an error."""
         stopped = self.state == "interrupted" and isinstance(self.error, SystemExit | KeyboardInterrupt)
-        return None if self.error is None or stopped else f"{type(self.error).__name__}: {self.error}"
+        return None if self.error is None or stopped else run_folder.error_text(self.error)
 
     def outcome(self) -> Any:
         """Return the result, or raise the error."""
@@ -83,11 +83,12 @@ def run_experiment(
     force: bool = False,
     folder: Path | None = None,
     trial: Settings | None = None,
+    when_ready: Callable[[], object] = lambda: None,
 ) -> Any:
     """Run an experiment with resolved parameters and return what its main function returned.
 
     `folder` is a run folder chosen by the caller; a run that is there already is continued. `trial` names the trial and its
-    sweep this is.
+    sweep this is. `when_ready` is called once nothing prevents the run any more.
     """
     active = current_run()
     if active is not None:
@@ -97,8 +98,11 @@ def run_experiment(
         )
     options = {"argv": argv, "force": force, "folder": folder, "trial": trial}
     if processes.must_launch(resolved):
-        return processes.launch_experiment(_run_worker, experiment, resolved, options)
+        if folder is None and resolved.values["node_rank"] == 0:  # now: workers fail with a traceback
+            resume.look_ahead(experiment, resolved, force=force)
+        return processes.launch_experiment(_run_worker, experiment, resolved, options, when_ready)
     if resolved.values["subprocess"] is not None:
+        when_ready()
         return _run_subprocess(experiment, resolved)
     _check_device(resolved)
     joined = _join_world(resolved)
@@ -114,6 +118,7 @@ def run_experiment(
             print(printable(f"already finished: {record.folder}{lossy}"))
         result = record.result
     else:
+        when_ready()
         result = _run_in(experiment, start, lock, argv=argv, trial=trial)
     if joined:  # after an error peers may never answer, so then the group is left as it is
         from drivetrain.runtime.group import destroy_group
@@ -246,19 +251,22 @@ def _run_in(
     with lock or nullcontext(), _current(run):
         if rank == 0:
             _write_record(experiment, start, argv, trial)
-        with run_folder.run_log(start.folder, rank, debug=values["debug"], hidden=run.hidden):
-            status = run_folder.StatusFile(start.folder, run, _num_restarts()) if rank == 0 else None
+        with (
+            run_folder.run_log(start.folder, rank, debug=values["debug"], hidden=run.hidden),
+            run_folder.StatusFile(start.folder, run, _num_restarts()) if rank == 0 else nullcontext() as status,
+        ):
             for note in (*start.beginning.notes, f"run folder: {start.folder}"):
                 logger.info("%s", note)
             ending = _live(experiment, run)
             if status is not None:
                 # Written now, so that listing runs need not read all their rows.
                 summary_of(start.folder / run_folder.METRICS)
-                fields = {"result": ending.result, "result_is_complete": run_folder.is_plain(ending.result)}
+                result = ending.result
+                fields = {"result": run_folder.plain(result), "result_is_complete": run_folder.is_plain(result)}
                 fields |= {"pruned": True} if ending.is_pruned else {}
                 error = ending.sentence and hide(ending.sentence, run.hidden)
                 try:
-                    status.end(ending.state, exit_code=ending.exit_code, error=error, **run_folder.plain(fields))
+                    status.end(ending.state, exit_code=ending.exit_code, error=error, **fields)
                 except OSError as problem:  # a full disk must hide neither result nor error
                     logger.error("how the run ended cannot be written: %s", problem)
     return ending.outcome()
@@ -346,7 +354,7 @@ def _live(experiment: "Experiment", run: ExperimentRun) -> Ending:
     for act in endings:
         try:
             act()
-        except (Exception, KeyboardInterrupt) as error:
+        except BaseException as error:
             problems.append(error)
     first = next((entry for entry in problems if entry is not None), None)
     if first is not None and ending.error is None:

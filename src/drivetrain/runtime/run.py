@@ -87,13 +87,13 @@ class ExperimentRun:
         """Call a function when the run ends, with or without an error. The last one registered is called first."""
         self._endings.append(callback)
 
-    def end(self) -> Exception | None:
-        """Call all registered functions and return the first error."""
-        failure: Exception | None = None
+    def end(self) -> BaseException | None:
+        """Call all registered functions and return the first error; Ctrl-C ends only the one that it meets."""
+        failure: BaseException | None = None
         while self._endings:
             try:
                 self._endings.pop()()
-            except Exception as error:
+            except BaseException as error:
                 failure = failure or error
         return failure
 

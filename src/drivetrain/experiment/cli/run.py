@@ -3,11 +3,10 @@
 import argparse
 import shlex
 import sys
-import time
+import threading
 import traceback
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,13 +111,11 @@ def start(
     experiment: "Experiment", resolved: "Resolved", *, argv: list[str], force: bool = False, as_json: bool = False
 ) -> int:
     """Start an experiment with resolved parameters and return the exit status."""
-    from drivetrain.experiment.resume import choose_beginning
-    from drivetrain.experiment.run_folder import STATUS, check_is_new, read_json, run_path
+    from drivetrain.experiment.resume import look_ahead
+    from drivetrain.experiment.run_folder import check_is_new, run_path
     from drivetrain.experiment.running import run_experiment
 
-    # Looking ahead must not change what the run is given.
-    ahead = replace(resolved, values=dict(resolved.values), origins=dict(resolved.origins))
-    record = choose_beginning(experiment, ahead, force=force).record
+    record = look_ahead(experiment, resolved, force=force).record
     if record is None:
         folder = run_path(resolved.values["output_dir"], experiment.name, resolved.values["run_name"])
         check_is_new(folder)
@@ -126,19 +123,18 @@ def start(
         folder = record.folder
     if not as_json:
         _print_beginning(experiment, resolved, folder)
-    began, status = time.time(), 0
+    status, is_ready = 0, threading.Event()
+    new = folder if record is None else None
     try:
         with prints_to_stderr() if as_json else nullcontext():
-            run_experiment(experiment, resolved, argv=argv, force=force, folder=folder if record is None else None)
+            run_experiment(experiment, resolved, argv=argv, force=force, folder=new, when_ready=is_ready.set)
     except KeyboardInterrupt:
         status = INTERRUPTED
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else FAILED
     except Exception as error:
-        heartbeat = read_json(folder / STATUS).get("heartbeat")
-        has_begun = isinstance(heartbeat, int | float) and heartbeat >= began - 1
-        if isinstance(error, DrivetrainError) and not has_begun:
-            raise  # raised before anything was done: bad input
+        if isinstance(error, DrivetrainError) and not is_ready.is_set():
+            raise  # bad input
         _print_failure(error, folder, resolved.hidden())
         status = FAILED
     _print_ending(folder, as_json)

@@ -13,7 +13,7 @@ from drivetrain.core.types import Settings
 from drivetrain.experiment.parameters import own_containers
 from drivetrain.experiment.processes import STOP_STATUSES
 from drivetrain.experiment.resolve import Resolved, full_names
-from drivetrain.experiment.run_folder import STATUS, read_json
+from drivetrain.experiment.run_folder import STATUS, error_text, read_json
 from drivetrain.experiment.running import run_experiment
 from drivetrain.experiment.sweeps.trial import (
     FAILED,
@@ -110,7 +110,7 @@ class InlineExecutor(Executor):
                 raise
             outcome = TrialOutcome(FAILED, error=f"SystemExit: {stop.code}")
         except Exception as error:
-            outcome = TrialOutcome(FAILED, error=f"{type(error).__name__}: {error}")
+            outcome = TrialOutcome(FAILED, error=error_text(error))
         outcome.seconds = time.monotonic() - began
         future.set_result(outcome)
         return future
