@@ -40,7 +40,6 @@ from drivetrain.train.items import LossCounting
 from drivetrain.train.joint_step import loss_graph_of
 from drivetrain.train.logbook import StepLosses
 from drivetrain.train.run import Run
-from drivetrain.train.tracking import MetricWatch
 
 if TYPE_CHECKING:
     from drivetrain.train.trainer import Trainer
@@ -152,8 +151,7 @@ def prepare_loop(trainer: "Trainer") -> None:
 
     if data.evaluation is not None:
         _plan_evaluations(run, state)
-    plateau = run.evaluation.plateau = MetricWatch(settings.scheduler_metric, greater_is_better=False)
-    plateau.start(trainer.run_history, forget=True)
+    run.evaluation.plateau.start(trainer.run_history, forget=True)
     measures.has_train_metrics = bool(measures.train_metrics)
     for metrics in (measures.train_metrics, measures.eval_metrics):
         metrics.to(trainer.device)
