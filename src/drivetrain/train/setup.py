@@ -4,6 +4,7 @@
 restore. After FIT_START, when plugins have made their changes, `prepare_loop` decides what each step would otherwise ask.
 """
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -101,6 +102,24 @@ def prepare_run(
             autocast_dtype=trainer.runtime.precision.autocast_dtype,
         )
     resuming.restore(trainer)
+
+
+def copy_trainer(trainer: "Trainer", memo: dict[int, object]) -> "Trainer":
+    """Return a Trainer of its own, with copies of model, optimizer and plugins. One that has trained cannot be copied."""
+    if trainer.run.settings is not None:
+        raise ConfigError(
+            "a Trainer that has trained cannot be copied: its state belongs to its run. Save it with save_training_state(folder), "
+            "build a second Trainer, and call load_training_state(folder) there."
+        )
+    copied: Trainer = type(trainer).__new__(type(trainer))
+    memo[id(trainer)] = copied
+    held = {name: value for name, value in vars(trainer).items() if name != "engine"}
+    vars(copied).update({name: copy.deepcopy(value, memo) for name, value in held.items()})
+    copied.callback_handler = copied.callback_handler  # which tells the copy of changes
+    passes = list(trainer.engine._passes)
+    copied.engine = Engine(copied.state, copied.logbook, copied._plugins(), passes, trainer.strict, host=copied)
+    copied.run.fire = copied.engine.on
+    return copied
 
 
 def prepare_evaluation(
