@@ -318,6 +318,23 @@ def test_events_must_be_events():
         Engine(state_of(), plugins=[mine()])
 
 
+@pytest.mark.parametrize("name", ["events", "reads", "writes", "tags", "exclusive", "before", "after", "conflicts"])
+@pytest.mark.parametrize("given", [None, 3, True])
+def test_declarations_must_be_collections(name, given):
+    act = {"batch_end": lambda self, state, logger: None}
+    with pytest.raises(ConfigTypeError, match=rf"Observer.{name} is {given}; expected a .*set.* = \(\)"):
+        Engine(state_of(), plugins=[type("Observer", (Callback,), {name: given, **act})()])
+
+
+@pytest.mark.parametrize("name", ["reads", "writes", "tags", "exclusive"])
+def test_a_single_name_is_not_read_letter_by_letter(name):
+    act = {"batch_end": lambda self, state, logger: None}
+    with pytest.raises(ConfigTypeError, match=rf"Observer.{name} is 'loss'.*{name} = \('loss',\)"):
+        Engine(state_of(), plugins=[type("Observer", (Callback,), {name: "loss", **act})()])
+    for reference in ("before", "after", "conflicts"):  # here one name is a reference
+        Engine(state_of(), plugins=[type("Observer", (Callback,), {reference: "Other", **act})()])
+
+
 def test_an_unknown_phase_is_refused():
     with pytest.raises(ConfigError, match=r"phase is 'sinks'.*sink"):
         Engine(state_of(), plugins=[callback_with(phase="sinks", batch_end=lambda self, state, logger: None)])

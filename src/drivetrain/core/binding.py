@@ -6,7 +6,7 @@ Every choice is made here, once, when the engine takes its plugins: the spelling
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,8 @@ _OWN_NAMES = frozenset(name for base in _BASES for name in vars(base))
 _HOOK_NAMES = (*EVENT_OF_HOOK, *OCCASIONAL_HOOKS)
 _EVENT_NAMES = tuple(event.value for event in Event)
 _CALLED_BY_NAME = frozenset({*_EVENT_NAMES, "run_event", "close", "post_close"})
+_REFERENCES = ("before", "after", "conflicts")  # of these one name or class may stand alone
+_COLLECTIONS = ("events", "reads", "writes", *_REFERENCES, "tags", "exclusive", "members", "custom_events")
 _FORMS = {"match": ("event", "state"), "apply": ("event", "state", "logger"), "close": ("state", "logger")}
 
 
@@ -62,11 +64,20 @@ def check_plugin(plugin: object) -> None:
     if isinstance(plugin, type):
         raise ConfigTypeError(f"{plugin.__name__} is a class; pass an instance: {plugin.__name__}().")
     phase_of(plugin)
-    events = getattr(plugin, "events", ())
-    if isinstance(events, str):
-        one = f"frozenset({{Event.{events.upper()}}})"
-        raise ConfigTypeError(f"{plugin_name(plugin)}.events is {events!r}; expected a set of events: {one}.")
-    for event in events:
+    for attribute in _COLLECTIONS:
+        given = getattr(plugin, attribute, ())
+        is_single = attribute in _REFERENCES and isinstance(given, str | type)
+        if not is_single and (isinstance(given, str) or not isinstance(given, Collection)):
+            kind = "set of events" if attribute == "events" else "tuple or set"
+            hint = f"; for none, {attribute} = ()"
+            if isinstance(given, str):
+                hint = (
+                    f": frozenset({{Event.{given.upper()}}})"
+                    if attribute == "events"
+                    else f": {attribute} = ({given!r},)"
+                )
+            raise ConfigTypeError(f"{plugin_name(plugin)}.{attribute} is {given!r}; expected a {kind}{hint}.")
+    for event in getattr(plugin, "events", ()):
         if event not in _EVENT_NAMES:
             near = nearest_name(event, _EVENT_NAMES)
             hint = f" Did you mean Event.{near.upper()}?" if near else ""

@@ -130,7 +130,7 @@ class EvaluationLoop(TrainerHooks):
         self.run.fire.eval_standalone_end()
 
     def evaluate_during_training(self, loader: Iterable[object], is_intermediate: bool = False) -> None:
-        """Evaluate once over a loader as a part of the run, from a callback."""
+        """Evaluate once over a loader as a part of the run, from a callback. A signal waits until it is done."""
         self._run_eval_epoch(loader, is_intermediate=is_intermediate)
 
     def _run_eval_epoch(self, dl: Iterable[object], is_training: bool = True, is_intermediate: bool = False) -> None:
@@ -138,35 +138,33 @@ class EvaluationLoop(TrainerHooks):
 
         Of several evaluation sets each is evaluated on its own, with its name in those of the metrics: `eval_<set>_loss_epoch`.
         """
-        plan, is_part_of_run = self.run.evaluation, is_training and self.run.is_running
+        run, plan = self.run, self.run.evaluation
+        may_be_cut = plan.may_be_cut and not run.is_evaluating  # not one that a plugin makes inside it
         if isinstance(dl, loaders.EvaluationLoaders):
-            finished = plan.state.finished if is_part_of_run else []
-            try:
-                for plan.set_name, loader in dl.items():
-                    if plan.set_name not in finished:
+            finished = plan.state.finished if may_be_cut else []
+            with with_attributes(plan, "set_name"):
+                for name, loader in dl.items():
+                    if name not in finished:
+                        plan.set_name = name
                         self._run_eval_epoch(loader, is_training, is_intermediate)
-                        if plan.was_cut:
+                        if may_be_cut and plan.was_cut:
                             return
-                        finished.append(plan.set_name)
-                finished.clear()
-            finally:
-                plan.set_name = None
-            return
-        if is_part_of_run:
+                        finished.append(name)
+            finished.clear()
+        elif is_training and run.is_running:
             with plan.state.counting(plan.set_name or "", dl) as was_cut:
-                self._evaluate_set(dl, "eval", is_intermediate)
-                if plan.was_cut:
+                self._evaluate_set(dl, "eval", is_intermediate, may_be_cut)
+                if may_be_cut and plan.was_cut:
                     was_cut.append(True)
                     plan.after_epoch = not is_intermediate  # a resumed run makes it again
         else:
             self._evaluate_set(dl, "eval" if is_training else "evaluation", is_intermediate)
 
-    def _evaluate_set(self, dl: Iterable[object], prefix: str, is_intermediate: bool) -> None:
+    def _evaluate_set(self, dl: Iterable[object], prefix: str, is_intermediate: bool, may_be_cut: bool = False) -> None:
         """Evaluate once over one evaluation set."""
         run, state, fire = self.run, self.state, self.run.fire
         plan, call = run.evaluation, run.agreement.call
         counting = run.measures.eval_items.setdefault(plan.set_name, LossCounting(run.shared.options.count_items))
-        plan.was_cut = False
         with evaluation_mode(self, is_intermediate, dl, plan.set_name):
             tracker = run.measures.tracker
             fire.eval_before_all()
@@ -174,7 +172,7 @@ class EvaluationLoop(TrainerHooks):
             fire.eval_start()
             move = loaders.mover(self.device, dl)
             with torch.no_grad():
-                for batch in self._until_signal(dl) if run.is_running else dl:
+                for batch in self._until_signal(dl) if may_be_cut else dl:
                     state.batch, state.batch_output = batch if move is None else move(batch), None
                     fire.eval_batch_start()
                     fire.eval_before_forward()
@@ -195,7 +193,7 @@ class EvaluationLoop(TrainerHooks):
                     if run.measures.eval_metrics and size:
                         run.measures.eval_metrics.update(*self.get_metric_inputs(state.batch, output), size)
                     fire.eval_batch_end()
-            if plan.was_cut:
+            if may_be_cut and plan.was_cut:
                 return
             self._add_epoch_loss_to_run_history(self._metric_name(prefix, "loss", is_intermediate))
             self._record_epoch_metrics(prefix, is_intermediate)
@@ -216,16 +214,26 @@ class EvaluationLoop(TrainerHooks):
             plan.after_epoch = True
             return
         plan.unfinished = "evaluation"
-        self.evaluate_between_steps()
-        if not plan.was_cut:
-            plan.unfinished = ""
+        self._evaluate_until_signal(is_intermediate=True)
+        self._act_on_evaluation()
+        plan.unfinished = ""
         self._handle_requests()
 
+    def _evaluate_until_signal(self, is_intermediate: bool = False) -> None:
+        """Make an evaluation of the run itself. A signal cuts it short, and ends the run here."""
+        plan = self.run.evaluation
+        plan.was_cut = False
+        with with_attributes(plan, may_be_cut=True):
+            self._run_eval_epoch(self._eval_dataloader, is_intermediate=is_intermediate)
+        if plan.was_cut:
+            self._handle_requests()
+
     def evaluate_between_steps(self) -> None:
-        """Evaluate between two steps; then a plateau schedule and the callbacks that watch a metric act on it."""
+        """Evaluate between two steps, from a callback; a plateau schedule and the callbacks that watch a metric act on it."""
         self._run_eval_epoch(self._eval_dataloader, is_intermediate=True)
-        if self.run.evaluation.was_cut:
-            return
+        self._act_on_evaluation()
+
+    def _act_on_evaluation(self) -> None:
         if self.evaluates_inside_epochs and isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             self._step_plateau(inside_epoch=True)
         self.run.agreement.call(partial(self.engine.call, "on_intermediate_evaluation_end"))
@@ -292,8 +300,7 @@ class EvaluationLoop(TrainerHooks):
 
     def _step_plateau(self, inside_epoch: bool = False) -> None:
         """Step a scheduler that watches a metric, if there is a new value of it."""
-        watch = self.run.evaluation.plateau
-        value = None if watch is None else watch.agreed_value(self, inside_epoch)
+        value = self.run.evaluation.plateau.agreed_value(self, inside_epoch)
         if value is not None:
             self.scheduler.step(value)
 

@@ -15,6 +15,7 @@ from drivetrain.core.containers import with_attributes
 from drivetrain.core.errors import StopTrainingError, TrainingStopped
 from drivetrain.core.event import Event
 from drivetrain.module.accumulation import Count
+from drivetrain.runtime.signals import SAVE_SIGNAL
 from drivetrain.runtime.workers import report_failure
 from drivetrain.train import loaders, resuming
 from drivetrain.train.accelerator import overrides_runtime
@@ -114,9 +115,7 @@ class TrainerLoop(EvaluationLoop):
         if not ended:
             self._handle_requests()
         if run.data.evaluation is not None and self._evaluation_is_due(at_end=ended or limits.reached(clock)):
-            self._run_eval_epoch(run.data.evaluation)
-            if plan.was_cut:
-                self._handle_requests()
+            self._evaluate_until_signal()
         plan.unfinished = ""
         if run.require_settings().scheduler_interval == "epoch":
             if isinstance(self.scheduler, ReduceLROnPlateau):
@@ -379,8 +378,10 @@ class TrainerLoop(EvaluationLoop):
         if request and is_open and agreement.is_soon_whole(request, window.length - window.count):
             request = 0  # requested again after the next batch
         ended = agreement.limits.reached_inside_epoch(clock)
-        if is_due is not None and not ended and not request:  # one that a signal leaves out comes after resuming
+        if is_due is not None and not ended and request in (0, SAVE_SIGNAL):
             self._evaluate_if_due(is_due)
+        elif is_due is not None and not ended and plan.interval is None and is_due(clock):
+            plan.unfinished = "evaluation"  # comes after resuming; an interval is asked again then
         if run.checkpoints is not None:
             run.checkpoints.at_batch_end(ended)
         if run.good is not None:

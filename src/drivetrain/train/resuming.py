@@ -33,7 +33,7 @@ from drivetrain.train.checkpoints import CheckpointSchedule, restore_from
 from drivetrain.train.logbook import Logbook
 from drivetrain.train.run import EvaluationPlan, EvaluationState, Measures, Run
 from drivetrain.train.settings import AnyPath, TrainSettings
-from drivetrain.train.tracking import InMemoryRunHistory, load_means, load_sums, of_data_ranks
+from drivetrain.train.tracking import InMemoryRunHistory, MetricWatch, load_means, load_sums, of_data_ranks
 
 if TYPE_CHECKING:
     from drivetrain.train.trainer import Trainer
@@ -87,6 +87,7 @@ def restore(trainer: "Trainer") -> None:
     settings = run.require_settings()
     fill_state(trainer)
     run.evaluation.state = EvaluationState(run.data.evaluation)
+    run.evaluation.plateau = MetricWatch(settings.scheduler_metric, greater_is_better=False)
     length = loaders.length(run.data.train)
     checkpoints = run.checkpoints = CheckpointSchedule(
         state, settings, length, run.stepper.window, run.agreement, runtime.print
@@ -163,6 +164,7 @@ class EpochLoss:
             "evaluates_after_epoch": evaluation.after_epoch,
             "evaluation": evaluation.state.state_dict(),
             "unfinished": evaluation.unfinished,
+            "plateau": evaluation.plateau.state_dict(),
             "step_losses": None if steps is None else steps.state_dict(),
         }
 
@@ -174,6 +176,7 @@ class EpochLoss:
         evaluation.unfinished = state.get("unfinished", "")
         if "evaluation" in state:  # not in checkpoints of earlier versions
             evaluation.state.load_state_dict(state["evaluation"])
+        evaluation.plateau.load_state_dict(state.get("plateau", {"best": None}))
         if "logged" in state:
             measures.logged.update(load_means(state["logged"]))
             measures.train_metrics.load_state_dict(state["train_metrics"])

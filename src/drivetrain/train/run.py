@@ -165,10 +165,14 @@ class EvaluationPlan:
     interval: Interval | None = None  # what `is_due` asks, unless it is a function of the user's
     after_epoch: bool = False  # whether an evaluation was due after the last batch of the epoch
     unfinished: Literal["", "evaluation", "epoch"] = ""  # what a resumed run does first; saved with the state
-    was_cut: bool = False  # whether a signal ended the last evaluation early
+    may_be_cut: bool = (
+        False  # whether a signal ends the current evaluation early: one of the run itself, not of a plugin
+    )
+    was_cut: bool = False  # whether it did
     set_name: str | None = None  # the current evaluation set, where there are several
     state: EvaluationState = field(default_factory=EvaluationState)
-    plateau: MetricWatch | None = None  # the metric that a plateau schedule follows
+    plateau: MetricWatch = field(default_factory=lambda: MetricWatch("", greater_is_better=False))
+    """The metric that a plateau schedule follows."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)

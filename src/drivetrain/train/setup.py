@@ -4,6 +4,7 @@
 restore. After FIT_START, when plugins have made their changes, `prepare_loop` decides what each step would otherwise ask.
 """
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -40,7 +41,6 @@ from drivetrain.train.items import LossCounting
 from drivetrain.train.joint_step import loss_graph_of
 from drivetrain.train.logbook import StepLosses
 from drivetrain.train.run import Run
-from drivetrain.train.tracking import MetricWatch
 
 if TYPE_CHECKING:
     from drivetrain.train.trainer import Trainer
@@ -104,6 +104,24 @@ def prepare_run(
     resuming.restore(trainer)
 
 
+def copy_trainer(trainer: "Trainer", memo: dict[int, object]) -> "Trainer":
+    """Return a Trainer of its own, with copies of model, optimizer and plugins. One that has trained cannot be copied."""
+    if trainer.run.settings is not None:
+        raise ConfigError(
+            "a Trainer that has trained cannot be copied: its state belongs to its run. Save it with save_training_state(folder), "
+            "build a second Trainer, and call load_training_state(folder) there."
+        )
+    copied: Trainer = type(trainer).__new__(type(trainer))
+    memo[id(trainer)] = copied
+    held = {name: value for name, value in vars(trainer).items() if name != "engine"}
+    vars(copied).update({name: copy.deepcopy(value, memo) for name, value in held.items()})
+    copied.callback_handler = copied.callback_handler  # which tells the copy of changes
+    passes = list(trainer.engine._passes)
+    copied.engine = Engine(copied.state, copied.logbook, copied._plugins(), passes, trainer.strict, host=copied)
+    copied.run.fire = copied.engine.on
+    return copied
+
+
 def prepare_evaluation(
     trainer: "Trainer", batch_size: int, kwargs: Settings | None, limit_batches: int | float | None
 ) -> None:
@@ -152,8 +170,7 @@ def prepare_loop(trainer: "Trainer") -> None:
 
     if data.evaluation is not None:
         _plan_evaluations(run, state)
-    plateau = run.evaluation.plateau = MetricWatch(settings.scheduler_metric, greater_is_better=False)
-    plateau.start(trainer.run_history, forget=True)
+    run.evaluation.plateau.start(trainer.run_history, forget=True)
     measures.has_train_metrics = bool(measures.train_metrics)
     for metrics in (measures.train_metrics, measures.eval_metrics):
         metrics.to(trainer.device)

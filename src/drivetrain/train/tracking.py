@@ -265,10 +265,13 @@ class MetricWatch:
         inside_epoch = re.sub("eval_(.+)_epoch$", r"intermediate_eval_\1", metric)
         self._names = tuple(dict.fromkeys((metric, inside_epoch)))
         self._num_seen: dict[str, int] = {}
+        self._restored: dict[str, int] = {}  # the same of the checkpoint, until the resumed run starts
 
     def start(self, history: RunHistory, forget: bool) -> None:
-        """Start a run: values recorded before it are not new."""
-        self._num_seen = {name: history._num_values(name) for name in self._names}
+        """Start a run: values recorded before it are not new, but for those that a restored history has and nobody has read."""
+        counts = {name: history._num_values(name) for name in self._names}
+        restored, self._restored = self._restored if hasattr(history, "load_state_dict") else {}, {}
+        self._num_seen = {name: min(count, restored.get(name, count)) for name, count in counts.items()}
         if forget:
             self.best = None
 
@@ -308,13 +311,13 @@ class MetricWatch:
             return math.inf
         return value - self.best if self.greater_is_better else self.best - value
 
-    def state_dict(self) -> dict[str, float | None]:
-        """Return the best value."""
-        return {"best": self.best}
+    def state_dict(self) -> StateDict:
+        """Return the best value, and how many were read."""
+        return {"best": self.best, "seen": dict(self._num_seen)}
 
-    def load_state_dict(self, state: Mapping[str, float | None]) -> None:
-        """Restore the best value."""
-        self.best = state["best"]
+    def load_state_dict(self, state: StateDict) -> None:
+        """Restore them."""
+        self.best, self._restored = state["best"], state.get("seen", {})
 
 
 def _evaluation_is_to_come(trainer: "EvaluationLoop", metric: str) -> bool:

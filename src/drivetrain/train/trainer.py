@@ -192,6 +192,9 @@ class Trainer(TrainerLoop):
         with warnings_as_errors(strict):
             self.run.fire.init()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "Trainer":
+        return setup.copy_trainer(self, memo)
+
     def overrides(self, name: str) -> bool:
         """Return whether a subclass, or a function assigned to the instance, replaces a method of the Trainer."""
         return name in vars(self) or getattr(type(self), name) is not getattr(Trainer, name)
