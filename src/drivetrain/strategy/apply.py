@@ -68,7 +68,7 @@ class Application:
     whole: nn.Module | None = None
     """The model of which `model` holds some stages, while a plan with a pipeline is applied."""
     autocast_dtype: torch.dtype | None = None
-    """The type of forward and loss; sharding uses it in its own policy."""
+    """The type of forward and loss; sharding gathers parameters in it."""
     scaler_dtype: torch.dtype | None = None
     """The type of the gradients, if it decides whether they must be scaled."""
     skip_nonfinite: bool = False
@@ -289,13 +289,13 @@ def _apply(app: Application, stage: Stage, act: Callable[[], None]) -> None:
 
     Blocks are found in the whole model, whose modules the pipeline shares. To DDP and `fully_shard` each stage is a model of its own.
     """
-    pipeline, dtype = app.model, app.autocast_dtype
+    pipeline = app.model
     if not isinstance(pipeline, PipelinedModel):
         act()
         return
 
     def on(part: nn.Module) -> nn.Module:
-        app.model, app.autocast_dtype = part, dtype
+        app.model = part
         act()
         return app.model
 

@@ -16,6 +16,7 @@ from drivetrain.core.types import Settings
 from drivetrain.module.blocks import select_modules
 from drivetrain.module.optimizers import split_optimizer
 from drivetrain.module.pipeline_parts import StagePart
+from drivetrain.module.precision import autocast_forward
 from drivetrain.module.sharding import shard_fully
 from drivetrain.runtime.ranks import data_group
 from drivetrain.strategy.mesh import GRADIENT_AXES
@@ -151,7 +152,8 @@ def shard_over_data(ctx: "Application", config: FsdpConfig) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=reduce_dtype, output_dtype=None if dtype is None else torch.float32
     )
-    ctx.autocast_dtype = None  # the policy casts; autocast would do it again
+    if dtype is not None:  # the policy casts parameters; autocast joins them with buffers and what the forward makes itself
+        autocast_forward(ctx.model, ctx.device.type, dtype)
     if isinstance(ctx.model, StagePart):
         ctx.model.compute_dtype = dtype
     settings: dict[str, Any] = {"reshard_after_forward": config.reshard_after_forward}
