@@ -105,6 +105,9 @@ def _split_class() -> Callable[..., Optimizer]:
     class SplitOptimizer(ZeroRedundancyOptimizer):
         """Splits the state of an optimizer over ranks, and gathers it to be saved."""
 
+        def _verify_same_dense_param_type(self) -> None:
+            """Accept several types: only buckets, which are not used here, would need one."""
+
         def state_dict(self) -> dict[str, object]:
             """Return the whole state, on the host; all ranks must call this together."""
             self._sync_param_groups(self.param_groups, self.optim.param_groups)  # type: ignore[attr-defined]
