@@ -8,11 +8,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from drivetrain.auto import auto_accelerate
+from drivetrain.core.errors import UnsupportedMethodError
 from drivetrain.module.wrapping import named_clean_parameters
 from drivetrain.runtime.ranks import clear_data_ranks
+from drivetrain.train.trainer import Trainer
 from tests.strategy.test_semantics import mean_losses
 
 AMP, HALF = ("amp_native", "bf16"), ("half", "bf16")
@@ -155,11 +157,11 @@ def plain(kind, settings, dtype=None, steps=3):
 SETTINGS = {"lr": 0.5, "momentum": 0.9}
 
 
-def follow(kind, plan, settings=SETTINGS):
+def follow(kind, plan, settings=SETTINGS, optimizer=torch.optim.SGD):
     clear_data_ranks()
     torch.manual_seed(0)
     status, result, applied = auto_accelerate(
-        kind(), torch.optim.SGD, Samples(kind.dtype), loss_func, None, "unpack_dict", dict(settings), load_strategy=plan,
+        kind(), optimizer, Samples(kind.dtype), loss_func, None, "unpack_dict", dict(settings), load_strategy=plan,
         dataloader_args={"batch_size": 8, "num_workers": 0}, device="cpu", ignore_dryrun_on_load_strategy=True,
     )  # fmt: skip
     assert status, applied.failure
@@ -205,3 +207,47 @@ def test_odd_models_train_like_the_plain_model(world2, kind, plan):
 def test_autocast_over_shards_leaves_wide_numbers_alone(world2, kind):
     tolerance = {} if kind is Wide else {"loss": 1e-2, "parameters": 2e-2}
     check(world2(follow, kind, ["fsdp", AMP]), kind, torch.bfloat16, **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("plan", "optimizer"),
+    [
+        ([], torch.optim.LBFGS),
+        ([HALF], torch.optim.LBFGS),
+        ([], lambda parameters, lr: torch.optim.LBFGS(parameters, lr)),
+    ],
+)
+def test_optimizers_that_need_a_closure_are_rejected_by_name(plan, optimizer):
+    with pytest.raises(UnsupportedMethodError, match="^LBFGS evaluates the loss itself"):
+        follow(Odd, plan, {"lr": 0.1}, optimizer)
+
+
+class HandlesBatches(Trainer):
+    """With a hook of its own no plan is tried first."""
+
+    def calculate_train_batch_loss(self, batch):
+        return super().calculate_train_batch_loss(batch)
+
+
+def train_by_lbfgs(plan, kind=HandlesBatches):
+    torch.manual_seed(0)
+    model, data = nn.Linear(8, 8), Samples()
+    trainer = kind(
+        model, nn.MSELoss(), torch.optim.LBFGS(model.parameters(), 0.5, 3), callbacks=(), strategy=plan, seed=1
+    )
+    try:
+        trainer.train(TensorDataset(data.x, data.y), num_epochs=1, global_batch_size=8)
+    except UnsupportedMethodError as error:
+        return str(error)
+    finally:
+        clear_data_ranks()
+    return model.weight.detach()
+
+
+def test_the_trainer_rejects_plans_with_shards_or_copies_for_optimizers_that_need_a_closure(world2):
+    for plan in (["fsdp"], ["zero1"], ["cpu_offload"]):
+        assert all("LBFGS evaluates the loss itself" in found for found in world2(train_by_lbfgs, plan))
+    expected = train_by_lbfgs(None)
+    for found in world2(train_by_lbfgs, ["parallel_mode"]):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert "LBFGS evaluates the loss itself" in train_by_lbfgs(["fused_optimizer"], Trainer)

@@ -1,5 +1,6 @@
 """Changes to optimizers: fused kernels, a state that is split over ranks, and copies of parameters that are trained instead."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
@@ -11,6 +12,14 @@ from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_map_only
 
 from drivetrain.core.types import StateDict
+
+
+def requires_closure(optimizer: object) -> bool:
+    """Return whether the `step` of an optimizer or its class needs a closure, as LBFGS's does."""
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    closure = inspect.signature(cls.step).parameters.get("closure") if issubclass(cls, Optimizer) else None
+    return closure is not None and closure.default is closure.empty
+
 
 # ---------------------------------------------------------------------- fused kernels: one launch for all parameters
 
