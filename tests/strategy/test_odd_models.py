@@ -3,6 +3,7 @@
 The reference is a hand-written loop on one process over the same global batches, under autocast where the plan has it.
 """
 
+import copy
 from contextlib import nullcontext
 
 import pytest
@@ -167,6 +168,7 @@ def follow(kind, plan, settings=SETTINGS, optimizer=torch.optim.SGD):
     assert status, applied.failure
     losses = []
     for batch in result.dataloader:
+        batch = result.prepare_input(batch, "cpu")
         loss = result.loss_func(batch, result.model(**batch))
         loss.backward()
         result.optim.step()
@@ -251,3 +253,45 @@ def test_the_trainer_rejects_plans_with_shards_or_copies_for_optimizers_that_nee
     for found in world2(train_by_lbfgs, ["parallel_mode"]):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     assert "LBFGS evaluates the loss itself" in train_by_lbfgs(["fused_optimizer"], Trainer)
+
+
+@pytest.mark.parametrize("plan", [[HALF], [HALF, "cpu_offload"]], ids=str)
+def test_the_copies_of_float64_parameters_are_float64(plan):
+    check([follow(Wide, plan)], Wide, loss=1e-2, parameters=2e-2)
+
+
+def test_shards_of_float64_parameters_are_gathered_in_sixteen_bits_on_request(world2):
+    check(world2(follow, Wide, ["fsdp", HALF]), Wide, loss=1e-2, parameters=2e-2)
+
+
+def started(plan):
+    torch.manual_seed(0)
+    status, result, applied = auto_accelerate(
+        Odd(), torch.optim.AdamW, Samples(), loss_func, None, "unpack_dict", {"lr": 0.01}, load_strategy=plan,
+        dataloader_args={"batch_size": 8, "num_workers": 0}, device="cpu", ignore_dryrun_on_load_strategy=True,
+    )  # fmt: skip
+    assert status, applied.failure
+    return result
+
+
+@pytest.mark.parametrize("plan", [[HALF], [HALF, "cpu_offload"]], ids=str)
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_copies_start_from_the_float32_values_of_a_checkpoint(plan, with_optimizer):
+    saved = started([])
+    with torch.no_grad():
+        for parameter in saved.model.parameters():
+            parameter.add_(torch.rand_like(parameter))
+    state = copy.deepcopy(saved.context.state_dict())
+    if not with_optimizer:
+        state = {"model": state["model"]}
+    result = started(plan)
+    result.context.load_state_dict(state, strict=with_optimizer)
+    for _ in range(2):
+        for (parameter, master), expected in zip(result.optim.inner._served, saved.model.parameters()):
+            assert torch.equal(master, expected) and torch.equal(parameter, expected.bfloat16())
+        result.optim.step()  # without gradients nothing moves
+    own = copy.deepcopy(result.context.state_dict())
+    other = started(plan)
+    other.context.load_state_dict(own)
+    for (_, master), (_, expected) in zip(other.optim.inner._served, result.optim.inner._served):
+        assert torch.equal(master, expected)
