@@ -8,6 +8,7 @@ from drivetrain.core.errors import ConfigError, StateError
 from drivetrain.module.average import AveragedWeights
 from drivetrain.module.checkpointing import checkpoint_blocks
 from drivetrain.module.ddp import wrap_ddp
+from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.sharding import rebind_optimizer, shard_fully
 from drivetrain.module.surgery import replace_module_classes
 from drivetrain.module.wrapping import clean_state_dict, is_wrapped, load_clean_state_dict, unwrap
@@ -213,6 +214,18 @@ def shard_scalars_and_shared_parameters():
 
 def test_scalars_are_averaged_and_shared_parameters_stay_shared(world2):
     world2(shard_scalars_and_shared_parameters)
+
+
+def shard_several_types():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2).double(), nn.Linear(4, 4))
+    model[2].odd = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    shard_fully(model, wrap="2")
+    return num_units(model), {name for name, p in model.named_parameters() if not is_dtensor(p)}
+
+
+def test_modules_of_another_type_are_units_and_single_parameters_stay_whole(world2):
+    for units, whole in world2(shard_several_types):
+        assert units == 3 and whole == {"2.odd"}
 
 
 def load_into_shards():

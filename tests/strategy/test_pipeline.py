@@ -1,8 +1,11 @@
 """Pipelines: the same losses and weights as the plain model, on 2 and 4 gloo processes."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed import pipelining
 
 from drivetrain.context.context import Context
 from drivetrain.core.errors import (
@@ -502,17 +505,50 @@ class Fails(tasks.TinyGPT):
             raise ArithmeticError("the second block cannot do this")
 
 
-def failures():
+class CannotGoBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("the second block cannot do this")
+
+
+class FailsInBackward(Fails):
+    def fail(self, module, inputs, output):
+        return CannotGoBack.apply(output)
+
+
+def failures(kind=Fails):
+    model = kind()
+    plan = [TWO, "pipeline_parallel"]
     try:
-        run(start([TWO, "pipeline_parallel"], model=Fails())[0])
+        result, _ = start(plan, model=model)
+        if type(model) is tasks.TinyGPT and torch.distributed.get_rank() == 1:
+            result.model.schedule = None  # as if torch could not make the schedule here
+            mock.patch.object(pipelining, "ScheduleGPipe", side_effect=ArithmeticError("it cannot be made")).start()
+        run(result)
     except Exception as error:
         return type(error).__name__, str(error)
+    finally:
+        mock.patch.stopall()
 
 
-def test_an_error_in_one_stage_ends_all_ranks_at_once(world2):
-    first, second = world2(failures, timeout=60)
+@pytest.mark.parametrize("kind", [Fails, FailsInBackward])
+def test_an_error_in_one_stage_ends_all_ranks_at_once(world2, kind):
+    first, second = world2(failures, kind, timeout=60)
     assert second == ("ArithmeticError", "the second block cannot do this")
     assert first[0] == "DistributedError" and "rank 1 failed in stage 1" in first[1] and second[1] in first[1]
+
+
+def test_a_schedule_that_one_rank_cannot_make_ends_all_ranks_at_once(world2):
+    first, second = world2(failures, tasks.TinyGPT, timeout=60)
+    assert second == ("ArithmeticError", "it cannot be made")
+    assert first == (
+        "DistributedError",
+        "rank 1 failed in the schedule of the pipeline: ArithmeticError: it cannot be made",
+    )
 
 
 class DropsOut(tasks.TinyGPT):

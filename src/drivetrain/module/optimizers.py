@@ -1,5 +1,7 @@
 """Changes to optimizers: fused kernels, a state that is split over ranks, and copies of parameters that are trained instead."""
 
+import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
@@ -11,6 +13,15 @@ from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_map_only
 
 from drivetrain.core.types import StateDict
+from drivetrain.module.wrapping import COPIES
+
+
+def requires_closure(optimizer: object) -> bool:
+    """Return whether the `step` of an optimizer or its class needs a closure, as LBFGS's does."""
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    closure = inspect.signature(cls.step).parameters.get("closure") if issubclass(cls, Optimizer) else None
+    return closure is not None and closure.default is closure.empty
+
 
 # ---------------------------------------------------------------------- fused kernels: one launch for all parameters
 
@@ -104,6 +115,9 @@ def _split_class() -> Callable[..., Optimizer]:
 
     class SplitOptimizer(ZeroRedundancyOptimizer):
         """Splits the state of an optimizer over ranks, and gathers it to be saved."""
+
+        def _verify_same_dense_param_type(self) -> None:
+            """Accept several types: only buckets, which are not used here, would need one."""
 
         def state_dict(self) -> dict[str, object]:
             """Return the whole state, on the host; all ranks must call this together."""
@@ -216,10 +230,9 @@ class MasterCopies:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the copies, and the model's parameters from them. Copies that the state lacks are taken from the parameters."""
+        """Restore the copies, and the model's parameters from them. Copies that the state lacks follow the parameters."""
         masters = self._masters()
-        for parameter, master in self._served:
-            master.copy_(parameter)
+        self._follow_parameters()
         rest = {}
         for index, entries in state["state"].items():
             if "master" in entries and index < len(masters):
@@ -264,6 +277,7 @@ def with_master_weights(
         if master is None:
             return parameter
         served.append((parameter, master))
+        COPIES[parameter] = weakref.ref(master)
         return master
 
     def replaced_group(group: object) -> object:

@@ -6,7 +6,8 @@ the loss of the last stage is the value that all ranks get. What the loss is and
 (`connect`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,7 @@ from drivetrain.module.pipeline_parts import (
     sum_over,
     take_from_first,
 )
+from drivetrain.module.probing import buffers_copied
 from drivetrain.module.wrapping import is_fully_sharded, unwrap
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.seeds import capture_rng, restore_rng
@@ -243,9 +245,9 @@ def release_others(model: nn.Module, pipeline: PipelinedModel) -> None:
 class _ScheduleRun:
     """The schedule for batches of one shape."""
 
-    def __init__(self, pipeline: PipelinedModel, chunks: int, is_training: bool):
-        from torch.distributed import pipelining
+    _schedule: Any
 
+    def __init__(self, pipeline: PipelinedModel, chunks: int, is_training: bool):
         self.pipeline, self.chunks, self.is_training = pipeline, chunks, is_training
         self._batch: Any = None
         self._values: dict[int, Tensor] = {}
@@ -253,6 +255,11 @@ class _ScheduleRun:
         self._weights: Sequence[Count] = ()  # of the gradients of micro-batches
         self._shares: Sequence[Count] = ()  # of micro-batches in the loss of the batch
         self._is_first = True
+
+    def _make_schedule(self) -> Any:
+        from torch.distributed import pipelining
+
+        pipeline, chunks = self.pipeline, self.chunks
         stages = [
             pipelining.PipelineStage(part, index, pipeline.num_stages, pipeline.device, group=pipeline.group)
             for part, index in zip(pipeline.parts, pipeline.own)
@@ -264,10 +271,10 @@ class _ScheduleRun:
         else:
             is_1f1b = pipeline.schedule == "1F1B" and chunks >= pipeline.num_stages
             schedule = pipelining.Schedule1F1B if is_1f1b else pipelining.ScheduleGPipe
-        self._schedule = schedule(
+        return schedule(
             stages if len(stages) > 1 else stages[0],
             n_microbatches=chunks,
-            loss_fn=self._loss if is_training else None,
+            loss_fn=self._loss if self.is_training else None,
             scale_grads=False,  # gradients of earlier batches may be in the parameters already; the loss is divided instead
         )
 
@@ -341,13 +348,15 @@ class _ScheduleRun:
         pipeline, random_state = self.pipeline, capture_rng()
         rank, ranks = dist.get_rank(pipeline.group), dist.get_world_size(pipeline.group)
         passed: list[tuple[list[int], torch.dtype]] = []
-        for stage in range(pipeline.num_stages):
+        for stage in range(-1, pipeline.num_stages):  # the first time, the schedule itself is made
             error, made = None, passed
-            if stage % ranks == rank:
-                try:
+            try:
+                if stage < 0:
+                    self._schedule = self._make_schedule()
+                elif stage % ranks == rank:
                     made = self._try_stage(stage, inputs, batch, passed)
-                except Exception as caught:  # whatever the user's model raises
-                    error = caught
+            except Exception as caught:  # whatever the user's model raises
+                error = caught
             described = None if error is None else (type(error).__name__, str(error))
             outcomes = all_gather_values((described, made))
             for failed, (description, _) in enumerate(outcomes):
@@ -366,8 +375,13 @@ class _ScheduleRun:
         call = FlatCall(self._chunk(inputs, 0), is_last=is_last, probing=True, collects=False)
         received = [torch.zeros(sizes, dtype=dtype, device=pipeline.device) for sizes, dtype in passed]
         unwrap(part).begin(call)  # type: ignore[operator]
-        with torch.no_grad():
+        # The backward of shards would begin to reduce gradients, which is left to the schedule.
+        has_backward = self.is_training and not is_fully_sharded(part)
+        with torch.set_grad_enabled(has_backward), buffers_copied(part), _gradients_kept(part):
+            for tensor in received:
+                tensor.requires_grad_(has_backward and (tensor.is_floating_point() or tensor.is_complex()))
             output = part(*received, **call.batched)
+            ends: Sequence[Tensor] = output
             if is_last and self.is_training:
                 assert pipeline._loss_func is not None
                 loss = pipeline._loss_func(self._chunk(batch, 0), call.unflatten_output(output))
@@ -376,6 +390,10 @@ class _ScheduleRun:
                         "pipeline_parallel: loss_func returns more than the loss, and the rest would exist only on the last stage. Return "
                         "the loss alone."
                     )
+                ends = [loss]
+            ends = [tensor for tensor in ends if tensor.requires_grad]
+            with torch.autograd.set_detect_anomaly(False):  # zeros may well give gradients that are not finite
+                torch.autograd.backward(ends, [torch.ones_like(tensor) for tensor in ends])
         return [(list(tensor.shape), tensor.dtype) for tensor in output]
 
     def _put_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
@@ -388,12 +406,26 @@ class _ScheduleRun:
         return kept
 
 
+@contextmanager
+def _gradients_kept(module: nn.Module) -> Iterator[None]:
+    """Restore the gradients of a module afterwards."""
+    kept = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in kept:
+            parameter.grad = grad
+
+
 def _failure(rank: int, stage: int, kind: str, text: str) -> Exception:
     """Return the error of another rank as this rank raises it: a mistake of the user's as it is."""
     cls = getattr(errors, kind, None)
     if isinstance(cls, type) and issubclass(cls, ConfigError):
         return cls(text)
-    return DistributedError(f"rank {rank} failed in stage {stage} of the pipeline: {kind}: {text}")
+    where = "in the schedule" if stage < 0 else f"in stage {stage}"
+    return DistributedError(f"rank {rank} failed {where} of the pipeline: {kind}: {text}")
 
 
 def read_schedule(name: str) -> str:

@@ -33,16 +33,18 @@ def shard_fully(
     *,
     wrap: object = "auto",
     mixed_precision: "torch.dtype | MixedPrecisionPolicy | None" = None,
+    keeps_float64: bool = False,
     **fully_shard_kwargs: Any,
 ) -> nn.Module:
     """Shard the model in place over a device mesh and return it. Names and tied parameters are kept.
 
     `wrap` says what becomes a unit: "auto" for the model's blocks, a class, a class name, a dotted name or pattern, a
     list of these, or an int for every subtree of at least that many elements. `mixed_precision` is a dtype for
-    computation (gradients are then reduced in float32) or a torch MixedPrecisionPolicy. All ranks start from the first
-    rank's values, as with DDP. A DDP shell is removed first; a model that is sharded already is returned as it is.
+    computation (gradients are then reduced in float32) or a torch MixedPrecisionPolicy; with `keeps_float64` it leaves
+    such parameters and all inputs and outputs alone, as autocast does. All ranks start from the first rank's values, as
+    with DDP. A DDP shell is removed first; a model that is sharded already is returned as it is.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     model = unwrap(model)
     if is_fully_sharded(model):
@@ -54,33 +56,46 @@ def shard_fully(
         )
     mesh = _default_mesh(model) if mesh is None else mesh
     units = _without_shared(model, _units(model, wrap))
-    scalars = [parameter for parameter in model.parameters() if parameter.ndim == 0]  # nothing to shard in those
+    whole = [p for p in model.parameters() if p.ndim == 0 or p.numel() == 0]  # nothing to shard in those
     ignored = set(fully_shard_kwargs.pop("ignored_params", None) or ())
-    if any(scalar.is_meta and scalar not in ignored for scalar in scalars):
-        names = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
-        raise ConfigError(
-            f"{', '.join(names)}: a parameter without dimensions cannot be sharded, and on the meta device its "
-            "gradient cannot be averaged either. Give it the shape (1,), or materialise the model before sharding."
-        )
-    settings = {"mesh": mesh, "ignored_params": {*ignored, *scalars}, **fully_shard_kwargs}
     inner, outer = _policies(mixed_precision)
-
-    synchronise([t for t in [*model.parameters(), *model.buffers()] if t not in ignored and not is_dtensor(t)], mesh)
+    if keeps_float64 and any(p.dtype is torch.float64 for p in model.parameters()):
+        inner = outer = dataclasses.replace(outer, cast_forward_inputs=False, output_dtype=None)
+    norms: dict[nn.Module, None] = {}
     if inner.param_dtype not in (None, torch.float32):
         # Statistics of a batch stay in float32, and torch's kernels want the weights in the same type.
-        for norm in model.modules():
-            if isinstance(norm, nn.modules.batchnorm._BatchNorm) and next(norm.parameters(), None) is not None:
-                fully_shard(norm, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **settings)
-    for unit in units:
-        fully_shard(unit, mp_policy=inner, **settings)
-    fully_shard(model, mp_policy=outer, **settings)
+        batch_norms = (m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+        norms = dict.fromkeys(norm for norm in batch_norms if next(norm.parameters(), None) is not None)
+    typed, others = _by_type(model, list(norms | dict.fromkeys(units)), {*ignored, *whole})
+    whole = [p for p in (*whole, *others) if p not in ignored]
+    if any(parameter.is_meta and parameter.numel() for parameter in whole):
+        names = [name for name, parameter in model.named_parameters() if any(parameter is one for one in whole)]
+        raise ConfigError(
+            f"{', '.join(names)}: a parameter without dimensions, or of another type than those around it, cannot be sharded, and on the "
+            "meta device its gradient cannot be averaged either. Give it the shape (1,) and their type, or materialise the model before "
+            "sharding."
+        )
+    settings = {"mesh": mesh, "ignored_params": {*ignored, *whole}, **fully_shard_kwargs}
+
+    synchronise([t for t in [*model.parameters(), *model.buffers()] if t not in ignored and not is_dtensor(t)], mesh)
+    for unit, kind in typed:
+        policy = outer if unit is model else inner
+        is_kept = kind is torch.float64 and (keeps_float64 or policy.param_dtype is None)
+        if unit in norms or is_kept or (kind is not None and kind.is_complex):
+            is_narrower = policy.reduce_dtype is torch.float32 or not is_kept
+            reduce_dtype = None if is_narrower else policy.reduce_dtype
+            policy = dataclasses.replace(policy, param_dtype=None, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        fully_shard(unit, mp_policy=policy, **settings)
     _share_statistics(model, mesh)
-    for scalar in scalars:
-        if scalar not in ignored:
-            scalar.data = scalar.data.to(mesh.device_type)
-            if scalar.requires_grad:
-                # Averaging what is already the same on all ranks changes nothing, so several backward passes may accumulate.
-                scalar.register_post_accumulate_grad_hook(lambda tensor: _average(tensor.grad, mesh))
+    for layer in model.modules() if inner.param_dtype is not None and mesh.device_type == "cpu" else ():
+        if isinstance(layer, nn.LayerNorm | nn.GroupNorm) and layer.weight is not None:
+            # Kernels of the CPU want inputs and weights of one type, also under autocast.
+            layer.register_forward_pre_hook(lambda layer, args: (args[0].to(layer.weight.dtype), *args[1:]))
+    for parameter in whole:
+        parameter.data = parameter.data.to(mesh.device_type)
+        if parameter.requires_grad and parameter.numel():
+            # Averaging what is already the same on all ranks changes nothing, so several backward passes may accumulate.
+            parameter.register_post_accumulate_grad_hook(lambda tensor: _average(tensor.grad, mesh))
     return model
 
 
@@ -195,6 +210,45 @@ def _without_shared(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]
     for unit in units:
         take(unit)
     return list(chosen)
+
+
+def _by_type(
+    model: nn.Module, units: list[nn.Module], ignored: set[nn.Parameter]
+) -> tuple[list[tuple[nn.Module, torch.dtype | None]], list[nn.Parameter]]:
+    """Return the units and the model, each with the type of its parameters, and parameters that no unit can hold.
+
+    A unit has one type of trainable parameters. Modules inside it that have another one become units themselves.
+    """
+    places, taken, typed, others = parameter_places(model), set(ignored), [], []
+
+    def kind_of(parameter: nn.Parameter) -> torch.dtype | None:
+        is_free = not parameter.requires_grad and parameter.dtype is not torch.float64
+        return None if is_free else parameter.dtype  # any unit can hold a frozen one
+
+    def split(module: nn.Module, kind: torch.dtype | None) -> None:
+        for child in module.children():
+            inside = parameter_places(child)
+            kinds = {kind_of(p) for p in inside if p not in taken} - {None}
+            is_shared = any(len(held) != len(places[parameter]) for parameter, held in inside.items())
+            if len(kinds) == 1 and kind not in kinds and not is_shared and type(child).forward is not nn.Module.forward:
+                typed.append((child, kinds.pop()))
+                taken.update(inside)
+            elif kinds - {kind}:
+                split(child, kind)
+
+    for unit in (*units, model):
+        sizes: dict[torch.dtype | None, int] = {}
+        for parameter in unit.parameters():
+            if parameter not in taken and (kind := kind_of(parameter)) is not None:
+                sizes[kind] = sizes.get(kind, 0) + parameter.numel()
+        main = max(sizes, key=lambda kind: sizes[kind], default=None)
+        if len(sizes) > 1:
+            split(unit, main)
+            others += [p for p in unit.parameters() if p not in taken and kind_of(p) not in (None, main)]
+            taken.update(others)
+        typed.append((unit, main))
+        taken.update(unit.parameters())
+    return typed, others
 
 
 def _policies(mixed_precision: object) -> "tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]":

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
+from torch.utils.weak import WeakIdKeyDictionary
 
 from drivetrain.core.errors import StateError, nearest_name
 from drivetrain.core.types import StateDict
@@ -189,6 +190,9 @@ def written_class(module: nn.Module) -> type[nn.Module]:
     return cls
 
 
+COPIES = WeakIdKeyDictionary()
+"""References to the more precise copies of parameters, which an optimizer trains instead."""
+
 FaultKind = Literal["missing", "unexpected", "unfitting"]
 """What can be wrong with a saved state: missing, unexpected, or of another shape."""
 
@@ -253,6 +257,10 @@ def load_clean_state_dict(
         result = module.load_state_dict(loadable, strict=strict)
     except RuntimeError as error:  # a module with its own way of loading found a fault
         raise StateError(f"the state does not fit {type(module).__name__}: {error}") from error
+    for key, parameter in live.items():
+        copied, value = COPIES.get(parameter, lambda: None)(), loadable.get(key)
+        if copied is not None and isinstance(value, Tensor) and value.dtype != parameter.dtype:
+            copied.data.copy_(value)  # before it is rounded to the parameter's type
     missing, unexpected = ([clean_key(module, key) for key in keys] for keys in result)
     return missing, unexpected
 

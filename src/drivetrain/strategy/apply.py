@@ -25,6 +25,7 @@ from drivetrain.module.accumulation import Count
 from drivetrain.module.compilation import JointStep, LossGraph
 from drivetrain.module.ddp import wrap_ddp
 from drivetrain.module.loss_items import UNKNOWN, LossItems
+from drivetrain.module.optimizers import requires_closure
 from drivetrain.module.pipeline_parts import Elsewhere
 from drivetrain.module.pipeline_schedule import PipelinedModel, release_others
 from drivetrain.module.wrapping import is_fully_sharded, unwrap, wrapping_of
@@ -68,7 +69,7 @@ class Application:
     whole: nn.Module | None = None
     """The model of which `model` holds some stages, while a plan with a pipeline is applied."""
     autocast_dtype: torch.dtype | None = None
-    """The type of forward and loss; sharding uses it in its own policy."""
+    """The type of forward and loss; sharding gathers parameters in it."""
     scaler_dtype: torch.dtype | None = None
     """The type of the gradients, if it decides whether they must be scaled."""
     skip_nonfinite: bool = False
@@ -248,8 +249,9 @@ def shape(app: Application) -> Application:
 
 
 def _check_optimizer(app: Application) -> None:
-    """Reject an optimizer whose step cannot work on the split parameters that the plan makes."""
+    """Reject an optimizer whose step cannot work with the plan, or on the split parameters that it makes."""
     build, plan = None if app.recipe is None else app.recipe.build, app.plan
+    _check_closure(app, build)
     if not (isinstance(build, type) and issubclass(build, torch.optim.Adafactor)):
         return
     found = [method.name for _, method, _ in plan.steps if method.shards_axis is not None]
@@ -259,6 +261,18 @@ def _check_optimizer(app: Application) -> None:
         raise UnsupportedMethodError(
             f"Adafactor and {found[0]} cannot be used together: torch's Adafactor squares row and column norms in place, which is not "
             "supported for sharded parameters. Use zero1 or plain data parallelism with it, or another optimizer."
+        )
+
+
+def _check_closure(app: Application, optimizer: object) -> None:
+    """Reject an optimizer, or the class of one, that evaluates the loss itself. The Trainer can do that with the model's own parameters."""
+    names = {method.name for _, method, _ in app.plan.steps}
+    is_possible = isinstance(app.context, State) and names.isdisjoint({"fsdp", "zero1", "zero2", "half", "cpu_offload"})
+    if requires_closure(optimizer) and not is_possible:
+        name = getattr(optimizer, "__name__", type(optimizer).__name__)
+        raise UnsupportedMethodError(
+            f"{name} evaluates the loss itself (its step needs a closure), which the plan does not support. Use another optimizer, or the "
+            "Trainer without a plan."
         )
 
 
@@ -282,6 +296,7 @@ def _shape(app: Application) -> None:
             for change in app.recipe_changes:
                 change(app.recipe)
             app.optimizer = app.recipe.make(app.model)
+            _check_closure(app, getattr(app.optimizer, "optim", app.optimizer))
 
 
 def _apply(app: Application, stage: Stage, act: Callable[[], None]) -> None:
@@ -289,13 +304,13 @@ def _apply(app: Application, stage: Stage, act: Callable[[], None]) -> None:
 
     Blocks are found in the whole model, whose modules the pipeline shares. To DDP and `fully_shard` each stage is a model of its own.
     """
-    pipeline, dtype = app.model, app.autocast_dtype
+    pipeline = app.model
     if not isinstance(pipeline, PipelinedModel):
         act()
         return
 
     def on(part: nn.Module) -> nn.Module:
-        app.model, app.autocast_dtype = part, dtype
+        app.model = part
         act()
         return app.model
 

@@ -7,7 +7,6 @@ outputs, loss and gradients is part of the function that is minimised. With any 
 """
 
 import copy
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import StateDict
 from drivetrain.module.accumulation import Count
 from drivetrain.module.gradient_sync import start_sum_over_ranks
+from drivetrain.module.optimizers import requires_closure
 from drivetrain.module.stepper import Stepper
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import num_data_ranks
@@ -50,14 +50,6 @@ def set_generators(state: State, saved: Mapping[str, Tensor]) -> None:
             generator.set_state(saved[name])
         else:
             generator.manual_seed(generator.initial_seed())
-
-
-def requires_closure(optimizer: object) -> bool:
-    """Return whether an optimizer's `step` needs a closure, as LBFGS's does."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return False
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
 
 
 @dataclass(kw_only=True)

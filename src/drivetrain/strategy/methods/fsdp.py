@@ -16,6 +16,7 @@ from drivetrain.core.types import Settings
 from drivetrain.module.blocks import select_modules
 from drivetrain.module.optimizers import split_optimizer
 from drivetrain.module.pipeline_parts import StagePart
+from drivetrain.module.precision import autocast_forward
 from drivetrain.module.sharding import shard_fully
 from drivetrain.runtime.ranks import data_group
 from drivetrain.strategy.mesh import GRADIENT_AXES
@@ -146,15 +147,17 @@ def shard_over_data(ctx: "Application", config: FsdpConfig) -> None:
     axes = [axis for axis in ("data", "zero") if ctx.plan.site.axis(axis) > 1]
     mesh = shard_mesh(ctx.mesh, axes, has_sequence=ctx.plan.site.axis("sequence") > 1)
     dtype, reduce_dtype = ctx.autocast_dtype, getattr(torch, config.reduce_dtype)
-    if reduce_dtype is torch.float32 and any(p.dtype is torch.float64 for p in ctx.model.parameters()):
-        reduce_dtype = torch.float64  # at least the type of what is reduced
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=reduce_dtype, output_dtype=None if dtype is None else torch.float32
     )
-    ctx.autocast_dtype = None  # the policy casts; autocast would do it again
+    if (
+        dtype is not None
+    ):  # the policy casts parameters; autocast joins them with buffers and what the forward makes itself
+        autocast_forward(ctx.model, ctx.device.type, dtype)
     if isinstance(ctx.model, StagePart):
         ctx.model.compute_dtype = dtype
     settings: dict[str, Any] = {"reshard_after_forward": config.reshard_after_forward}
+    settings["keeps_float64"] = dtype is not None and "half" not in ctx.plan.site.names
     offload = ctx.plan.config("cpu_offload")
     cpu_offload = config.cpu_offload or offload is not None
     if cpu_offload:

@@ -272,19 +272,20 @@ def cast_floats(dtype: torch.dtype, tensor: Tensor) -> Tensor:
 def _train_copies(
     ctx: "Application", originals: dict[str, Tensor], inner: Any, groups: object, settings: Settings
 ) -> Optimizer:
-    """Return an optimizer of float32 copies."""
+    """Return an optimizer of float32 copies, or wider ones where the parameters were."""
     masters: dict[int, nn.Parameter] = {}
     offload = ctx.plan.config("cpu_offload")
     axes = () if ctx.mesh is None else tuple(axis for axis in ctx.mesh.mesh_dim_names if axis != "pipe")
     for name, parameter in named_clean_parameters(ctx.model):
         if name not in originals:
             continue
-        value = originals[name].to(ctx.device, torch.float32, copy=True)
+        value = originals[name]
+        value = value.to(ctx.device, torch.promote_types(value.dtype, torch.float32), copy=True)
         if axes:  # as was done to the parameters
             synchronise([value], ctx.mesh[axes] if len(axes) < ctx.mesh.ndim else ctx.mesh)
         if is_dtensor(parameter):
             value = like_sharded(value, parameter)
         if offload is not None:
-            value = host_copy(value, torch.float32, pins_memory(ctx, offload))
+            value = host_copy(value, value.dtype, pins_memory(ctx, offload))
         masters[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
     return with_master_weights(inner, masters, groups, settings)
