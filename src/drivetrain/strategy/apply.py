@@ -266,8 +266,8 @@ def _check_optimizer(app: Application) -> None:
 
 def _check_closure(app: Application, optimizer: object) -> None:
     """Reject an optimizer, or the class of one, that evaluates the loss itself. The Trainer can do that with the model's own parameters."""
-    names = {method.name for _, method, _ in app.plan.steps}
-    is_possible = isinstance(app.context, State) and names.isdisjoint({"fsdp", "zero1", "zero2", "half", "cpu_offload"})
+    replaces = any(m.shards_axis is not None or m.splits_optimizer or m.copies_parameters for _, m, _ in app.plan.steps)
+    is_possible = isinstance(app.context, State) and not replaces
     if requires_closure(optimizer) and not is_possible:
         name = getattr(optimizer, "__name__", type(optimizer).__name__)
         raise UnsupportedMethodError(

@@ -243,6 +243,8 @@ class Method(Generic[C]):
     """The axis along which it splits parameters and gradients that data ranks share."""
     splits_optimizer: ClassVar[bool] = False
     """Whether it splits nothing but the optimizer's state over data ranks."""
+    copies_parameters: ClassVar[bool] = False
+    """Whether the optimizer may train copies of the parameters instead of them."""
     unproved_on: ClassVar[frozenset[str]] = frozenset()
     """Kinds of devices on which it helps only sometimes, so that it is not chosen without a trial."""
     is_minor: ClassVar[bool] = False

@@ -38,7 +38,7 @@ class CpuOffload(Method):
 
     name, group, stage = "cpu_offload", "offload", Stage.OPTIMIZER
     Config = OffloadConfig
-    short = "what"
+    short, copies_parameters = "what", True
     conflicts = {
         "cuda_graphs": "A recorded graph cannot wait for the host. Remove one of them.",
         "zero1": "Both move the optimizer's state. Use fsdp or zero2 with cpu_offload, or zero1 alone.",

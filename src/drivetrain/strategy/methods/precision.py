@@ -234,7 +234,7 @@ class Half(SixteenBits):
 
     name, group, stage, numerics = "half", "half", Stage.MODULE, "low"
     Config = HalfConfig
-    is_alone_in_group = True
+    is_alone_in_group = copies_parameters = True
     why = "parameters and activations in 16 bits"
 
     def options(self, scope: "SearchScope") -> list[Option]:
