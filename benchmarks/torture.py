@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from drivetrain.checkpoint import files
-from drivetrain.checkpoint.chaos import torment
+from drivetrain.checkpoint.chaos import kill_repeatedly
 from drivetrain.checkpoint.layout import problem_with
 from drivetrain.checkpoint.store import load_checkpoint, save_checkpoint
 from drivetrain.core.errors import DrivetrainError
@@ -203,7 +203,7 @@ def kill_runs(count: int, clock: Clock, seed: int, only: set[str], place: Path) 
         folder = place / f"{name}-{number}"
         longest = 0.4 if name in ("loop", "loop-async", "trainer") else 2.5
         kills = min(chance.randint(2, 5), count - tally.tried)
-        attempts = torment(
+        attempts = kill_repeatedly(
             lambda name=name, folder=folder: start(name, folder),
             folder if name.startswith("loop") else folder / "checkpoints",
             kills=kills, longest=longest, seed=chance.randrange(2**31), in_saves=0.5,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from drivetrain import Checkpointer, Context, SmartDataLoader
-from drivetrain.checkpoint.chaos import torment
+from drivetrain.checkpoint.chaos import kill_repeatedly
 
 
 def train(folder: Path, num_epochs: int) -> str:
@@ -53,7 +53,9 @@ def main(kills: int = 5, num_epochs: int = 20) -> bool:
         longest = (time.monotonic() - begun) / (2 * kills)  # so that the run does not end before the last kill
         killed = Path(folder, "killed")
         command = [sys.executable, __file__, str(killed), str(num_epochs)]
-        attempts = torment(lambda: subprocess.Popen(command), killed, kills=kills, longest=longest, in_saves=1.0)
+        attempts = kill_repeatedly(
+            lambda: subprocess.Popen(command), killed, kills=kills, longest=longest, in_saves=1.0
+        )
         if attempts[-1].ended != "finished":
             print(f"the run did not come to its end: {attempts}")
             return False

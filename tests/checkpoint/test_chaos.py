@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from drivetrain.checkpoint import chaos, files
-from drivetrain.checkpoint.chaos import Attempt, damage, torment
+from drivetrain.checkpoint.chaos import Attempt, damage, kill_repeatedly
 from drivetrain.checkpoint.layout import problem_with
 from drivetrain.checkpoint.store import load_checkpoint, save_checkpoint
 from drivetrain.core.errors import ConfigError
@@ -42,7 +42,7 @@ def undisturbed(folder: Path, *arguments: int) -> str:
 def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path, num_steps):
     expected = undisturbed(tmp_path / "whole", num_steps, 0, 1)
     folder = tmp_path / "killed"
-    attempts = torment(
+    attempts = kill_repeatedly(
         lambda: Forked(lambda: victim.main(str(folder), num_steps, 0, 1)), folder, kills=5, longest=0.1, seed=num_steps
     )
     assert attempts[-1].ended == "finished" and sum(attempt.ended == "killed" for attempt in attempts) >= 2
@@ -96,7 +96,7 @@ def test_fifty_kills_change_nothing(tmp_path, seed):
     expected = undisturbed(tmp_path / "whole", num_steps, 0, 1)
     folder = tmp_path / "killed"
     kill_in_saves(folder, 5, seed, num_steps, 0, 1)
-    attempts = torment(
+    attempts = kill_repeatedly(
         lambda: Forked(lambda: victim.main(str(folder), num_steps, 0, 1)),
         folder,
         kills=5,
@@ -120,7 +120,7 @@ def test_kills_with_workers_and_several_processes_change_nothing(tmp_path, worke
     begun = time.monotonic()
     subprocess.run([*command, str(whole), *arguments], check=True)
     longest = 0.8 * (time.monotonic() - begun)
-    attempts = torment(
+    attempts = kill_repeatedly(
         lambda: subprocess.Popen([*command, str(folder), *arguments], start_new_session=True),
         folder,
         kills=kills,
@@ -161,7 +161,7 @@ def test_a_paused_process_goes_on_and_one_that_ends_is_not_started_again(tmp_pat
         started.append(Forked(lambda: time.sleep(0.3)))
         return started[-1]
 
-    (attempt,) = torment(start, tmp_path, kills=3, longest=0.05, in_saves=1.0, pauses=1.0)
+    (attempt,) = kill_repeatedly(start, tmp_path, kills=3, longest=0.05, in_saves=1.0, pauses=1.0)
     assert attempt == Attempt(attempt.seconds, "finished", False, 0) and attempt.seconds >= 0.3
     assert len(started) == 1
 

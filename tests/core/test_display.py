@@ -6,12 +6,12 @@ import math
 import pytest
 
 from drivetrain.core.display import (
+    format_bytes,
+    format_duration,
     parse_size,
     printable,
     printable_json,
     printable_lines,
-    shown_bytes,
-    shown_seconds,
     sparkline,
     spreadsheet_cell,
 )
@@ -76,7 +76,7 @@ def test_numbers_stay_numbers_in_a_table():
     ],
 )
 def test_sizes_are_shown_in_the_unit_that_suits_them(size, text):
-    assert shown_bytes(size) == text
+    assert format_bytes(size) == text
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_sizes_are_read_in_binary_and_decimal_units(text, size):
     ],
 )
 def test_durations_are_shown_in_one_or_two_units(seconds, text):
-    assert shown_seconds(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_a_sparkline_shows_the_shape_of_the_finite_values():

@@ -9,6 +9,7 @@ import pytest
 
 from drivetrain.core.files import (
     PRIVATE_FILE,
+    atomic_write,
     is_real_folder,
     is_regular,
     make_inner_folder,
@@ -16,7 +17,6 @@ from drivetrain.core.files import (
     read_end,
     read_limited,
     replace_bytes,
-    replacing,
 )
 
 
@@ -68,11 +68,11 @@ def test_content_is_read_whole_up_to_the_limit(tmp_path):
 def test_a_file_appears_when_it_is_complete_and_not_after_an_error(tmp_path):
     path = tmp_path / "a"
     replace_bytes(path, b"old")
-    with contextlib.suppress(RuntimeError), replacing(path) as stream:
+    with contextlib.suppress(RuntimeError), atomic_write(path) as stream:
         stream.write(b"half")
         raise RuntimeError
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["a"]
-    with replacing(path) as stream:
+    with atomic_write(path) as stream:
         stream.write(b"new")
         assert path.read_bytes() == b"old"
     assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["a"]
@@ -81,7 +81,7 @@ def test_a_file_appears_when_it_is_complete_and_not_after_an_error(tmp_path):
 def test_names_of_unfinished_files_cannot_be_guessed(tmp_path):
     names = set()
     for _ in range(3):
-        with replacing(tmp_path / "a"):
+        with atomic_write(tmp_path / "a"):
             names |= {name for name in os.listdir(tmp_path) if name.startswith(".tmp-")}
     assert len(names) == 3 and not any(str(os.getpid()) == part for name in names for part in name.split("-"))
 

@@ -236,7 +236,7 @@ def test_another_thread_can_release_a_lock_while_the_heartbeat_starts(tmp_path, 
             super().start()
 
     RealThread = threading.Thread
-    monkeypatch.setattr(locking, "_hearts", locking._Hearts())
+    monkeypatch.setattr(locking, "_hearts", locking._HeartbeatThread())
     monkeypatch.setattr(threading, "Thread", Starting)
     lock = FolderLock(tmp_path)
     assert lock.acquire()

@@ -9,7 +9,7 @@ import pytest
 
 from drivetrain.experiment import InlineExecutor
 from drivetrain.experiment.sweeps.executors import TrialWork, never_prune
-from drivetrain.experiment.sweeps.jobs import SCRIPT, JobWatch, Mailbox, make_job, reference_from_afar
+from drivetrain.experiment.sweeps.jobs import SCRIPT, JobWatch, Mailbox, importable_reference, make_job
 from drivetrain.experiment.sweeps.trial import Trial
 from tests.experiment import cluster_samples
 
@@ -29,7 +29,7 @@ def run_as_job(experiment, params, trial, should_prune=lambda trial, value, step
     try:
         future = watch.follow(trial, lambda: "the job vanished" if over.is_set() else None)
         with suppress(Exception):  # the run folder tells
-            make_job(work, reference_from_afar(experiment), trial, environment)()
+            make_job(work, importable_reference(experiment), trial, environment)()
         over.set()
         return future.result(timeout=200)
     finally:
@@ -86,8 +86,8 @@ def test_an_experiment_of_a_script_is_found_by_its_file(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         "from drivetrain.experiment import experiment\n@experiment\ndef train():\n    pass\n"
-        "from drivetrain.experiment.sweeps.jobs import reference_from_afar\n"
-        "if __name__ == '__main__':\n    found = reference_from_afar(train)\n"
+        "from drivetrain.experiment.sweeps.jobs import importable_reference\n"
+        "if __name__ == '__main__':\n    found = importable_reference(train)\n"
     )
     reference = runpy.run_path(str(script), run_name="__main__")["found"]
     assert (reference.module, reference.file, reference.attribute) == (SCRIPT, str(script), "train")

@@ -7,7 +7,7 @@ from torch import nn
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.checkpointing import Checkpointed, checkpoint_blocks
-from drivetrain.module.wrapping import written_class
+from drivetrain.module.wrapping import user_class
 from tests.module import models
 
 TOKENS = torch.randint(0, 32, (4, 16), generator=torch.Generator().manual_seed(1))
@@ -136,7 +136,7 @@ def test_a_class_change_keeps_isinstance_the_written_class_and_is_made_once():
     block = model.transformer["h"][0]
     changed = type(block)
     assert isinstance(block, models.Block) and isinstance(block, Checkpointed)
-    assert changed.__name__ == "CheckpointedBlock" and written_class(block) is models.Block
+    assert changed.__name__ == "CheckpointedBlock" and user_class(block) is models.Block
     checkpoint_blocks(model, mode="selective")
     assert type(block) is changed and type(model.transformer["h"][3]) is changed
 

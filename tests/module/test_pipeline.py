@@ -7,7 +7,7 @@ from torch import nn
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.pipeline import split_model
-from drivetrain.module.pipeline_parts import Elsewhere, FlatCall
+from drivetrain.module.pipeline_parts import FlatCall, RemoteModule
 
 WIDTH, LENGTH, VOCAB = 8, 6, 16
 
@@ -83,7 +83,7 @@ def test_names_and_objects_are_the_users_own_and_each_is_in_one_part():
     keys = [key for part in split.parts for key in part.state_dict()]
     assert sorted(keys) == sorted(model.state_dict())
     first, last = split.parts
-    assert first.blocks[0] is model.blocks[0] and isinstance(first.blocks[3], Elsewhere)
+    assert first.blocks[0] is model.blocks[0] and isinstance(first.blocks[3], RemoteModule)
     assert last.scale is model.scale and not list(last.tokens.parameters())
 
 

@@ -160,10 +160,10 @@ def test_gradients_of_parameters_that_join_later_are_cleared_and_tested():
     model, late = make_model(), nn.Parameter(torch.ones(2))
     stepper = make_stepper(model, policy=NonFinitePolicy())
     stepper.prepare()
-    assert stepper.is_simple and stepper.guard.admits()
+    assert stepper.is_simple and stepper.guard.should_step()
     stepper.optimizer.add_param_group({"params": [late]})
     late.grad = torch.tensor([1.0, float("nan")])
-    assert not stepper.guard.admits()
+    assert not stepper.guard.should_step()
     stepper.clear()
     assert late.grad is None
 

@@ -103,12 +103,12 @@ def test_a_rank_is_slow_where_it_delays_the_step(seconds, step, slow):
 def test_a_rank_is_named_when_it_was_slow_twice_and_not_at_every_comparison(caplog):
     watch = RankWatch(Run(), None)
     slow = Straggler(3, 0.4, 0.1, 0.5)
-    watch._judge(slow)
+    watch._find_slow_rank(slow)
     assert watch.straggler is None
-    watch._judge(slow)
+    watch._find_slow_rank(slow)
     assert watch.straggler == slow and "rank 3 is slow" in caplog.text and "60%" in caplog.text
     watch.straggler = None
-    watch._judge(slow)
+    watch._find_slow_rank(slow)
     assert watch.straggler is None
 
 

@@ -14,9 +14,9 @@ from drivetrain.runtime.ranks import get_rank
 from drivetrain.runtime.seeds import (
     capture_rng,
     derive_seed,
+    preserve_rng_state,
     reseed_rank,
     restore_rng,
-    rng_kept,
     seed_worker,
     set_deterministic,
     set_seed,
@@ -221,7 +221,7 @@ def test_unknown_deterministic_mode_names_the_nearest():
 
 
 def test_a_block_may_draw_without_changing_the_generators():
-    with rng_kept():
+    with preserve_rng_state():
         inside = torch.rand(3).tolist(), np.random.rand(), random.random()
     assert (torch.rand(3).tolist(), np.random.rand(), random.random()) == inside
 

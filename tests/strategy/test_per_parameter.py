@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 from drivetrain.strategy import plan_check
-from drivetrain.strategy.dry_run import follow_task, verify_plan
+from drivetrain.strategy.dry_run import verify_plan, with_counted_loss
 from drivetrain.strategy.method import Method, Stage
 from drivetrain.strategy.registry import register_method
 from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.task import CallModel, TrainingTask
 from drivetrain.strategy.trial import measuring
-from drivetrain.strategy.trial.checking import Measured, plain_yardstick, share_of_plan, verdict
+from drivetrain.strategy.trial.checking import Measured, compute_reference_results, share_of_plan, verdict
 from drivetrain.strategy.trial.per_parameter import PerParameter, compare, norm_of, sketch
-from drivetrain.strategy.trial.report import Report, Yardstick
+from drivetrain.strategy.trial.report import ReferenceResults, Report
 from drivetrain.strategy.value import Strategy
 from tests.strategy.tasks import loss_func, make_data, make_model
 
@@ -98,7 +98,7 @@ def test_a_lost_embedding_that_a_global_norm_hides_is_found():
     plan = resolve_plan(Strategy([("amp_native", "bf16")]), device=CPU)
     first, second = torch.randn(100), torch.randn(100)
     gradients = {"a": sketch(first / first.norm()), "embedding": sketch(0.3 * second / second.norm())}
-    expected = Yardstick(loss=1.0, gradient_norm=norm_of(gradients), each=PerParameter(gradients=gradients))
+    expected = ReferenceResults(loss=1.0, gradient_norm=norm_of(gradients), each=PerParameter(gradients=gradients))
     found = {**gradients, "embedding": sketch(torch.zeros(100))}
     kind, text = verdict(Measured(loss=1.0, norm=1.0, each=PerParameter(gradients=found)), expected, plan)
     assert kind == "wrong" and "embedding: the gradient is zero" in text
@@ -127,7 +127,7 @@ def test_losses_of_parts_with_different_numbers_of_labels_are_joined_by_them():
         values[4:] = values[:4]
         if name == "labels":
             values[[0, 4], 1:] = -100
-    followed = follow_task(task)
+    followed = with_counted_loss(task)
     assert followed.items.kind == "labels"
     outcome = verify_plan(Strategy([("micro_batch", 1)]), followed, device=CPU)
     assert outcome.failure is None, outcome.failure
@@ -186,10 +186,10 @@ def small_device(monkeypatch):
     def fits(model, *args, **kwargs):
         if len(model.blocks) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-        return plain_yardstick(model, *args, **kwargs)
+        return compute_reference_results(model, *args, **kwargs)
 
-    monkeypatch.setattr(plan_check, "plain_yardstick", fits)
-    monkeypatch.setattr(measuring, "plain_yardstick", fits)
+    monkeypatch.setattr(plan_check, "compute_reference_results", fits)
+    monkeypatch.setattr(measuring, "compute_reference_results", fits)
 
 
 def test_a_plan_whose_plain_model_does_not_fit_is_verified_by_a_smaller_one(breaks, small_device, monkeypatch):
@@ -250,5 +250,5 @@ def test_the_rounding_of_plain_autocast_is_measured_where_it_is_large():
 
     torch.manual_seed(0)
     task = make_task(Cancels(), loss=lambda batch, output: output.float().mean())
-    found = plain_yardstick(task.model, task, CPU, 8).each.rounding
+    found = compute_reference_results(task.model, task, CPU, 8).each.rounding
     assert found["first.weight"] > 0.05 and "second.bias" not in found

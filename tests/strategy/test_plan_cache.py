@@ -13,7 +13,7 @@ from torch import nn
 from drivetrain.experiment.cli.verbs import run_command
 from drivetrain.strategy.search import find, plan_cache
 from drivetrain.strategy.search.constraints import SearchConstraints
-from drivetrain.strategy.search.plan_cache import _path, clear_plans, find_kept_plan, keep_plan, kept_plans
+from drivetrain.strategy.search.plan_cache import _path, cache_plan, cached_plans, clear_plans, find_cached_plan
 from drivetrain.strategy.value import Strategy
 from tests.strategy.test_search import make_quick
 from tests.strategy.trial_tasks import make_task
@@ -30,12 +30,12 @@ def own_cache(monkeypatch, tmp_path):
 
 
 def found(task=None, constraints=UNTIMED):
-    return find_kept_plan(make_task() if task is None else task, CPU, 1, constraints)
+    return find_cached_plan(make_task() if task is None else task, CPU, 1, constraints)
 
 
 def kept(**values):
     plan = Strategy(["checkpoint"], predicted={"peak_bytes": 1000.0} | values)
-    keep_plan(plan, make_task(), CPU, 1, UNTIMED)
+    cache_plan(plan, make_task(), CPU, 1, UNTIMED)
     return plan
 
 
@@ -174,7 +174,7 @@ def test_a_file_that_is_damaged_not_private_or_too_large_for_the_memory_counts_a
 
 
 def test_plans_for_another_place_and_failed_ones_are_not_kept(monkeypatch, own_cache):
-    keep_plan(Strategy(), make_task(), CPU, 1, replace(UNTIMED, plan_only=True))
+    cache_plan(Strategy(), make_task(), CPU, 1, replace(UNTIMED, plan_only=True))
     assert not own_cache.exists()
     make_quick(monkeypatch)
     assert find.find_plan(make_task(), device=CPU, world=1, constraints=replace(UNTIMED, memory_budget=1000)).failure
@@ -188,7 +188,7 @@ def test_the_command_lists_and_clears_kept_plans(capsys):
     assert "Net, batch 16, 1 x " in capsys.readouterr().out.replace("\n", "")
     assert run_command(["plan", "--list", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plans"][0]["model"] == "Net"
-    assert len(kept_plans()) == 1
+    assert len(cached_plans()) == 1
     assert run_command(["plan", "--clear"]) == 0 and "1 cached plans removed" in capsys.readouterr().out
-    assert kept_plans() == [] and clear_plans() == 0
+    assert cached_plans() == [] and clear_plans() == 0
     assert run_command(["plan"]) != 0 and "expected one factory" in capsys.readouterr().err

@@ -25,7 +25,7 @@ from drivetrain.strategy.search.constraints import PlanningProblem, budget_bytes
 from drivetrain.strategy.search.cost import Cost, parts_read
 from drivetrain.strategy.search.decision import Measurement, choose, summary
 from drivetrain.strategy.search.find import SearchConstraints, find_plan
-from drivetrain.strategy.search.knowledge import Experience, Knowledge, doubtful
+from drivetrain.strategy.search.knowledge import Knowledge, LearnedProfile, likely_mispredicted
 from drivetrain.strategy.search.measure import Measuring, SearchTime, measuring_order
 from drivetrain.strategy.search.ranking import (
     Scored,
@@ -491,7 +491,7 @@ def test_a_better_prediction_is_tried_whatever_has_been_measured():
     def tried(is_valid=lambda candidate: True, left=1000.0):
         measuring, trials = measure(slow, answers)
         before, measuring.clock = len(trials.asked), SearchTime(left)
-        measuring.look_further([fast, *slow], is_valid)
+        measuring.measure_promising([fast, *slow], is_valid)
         return [plan.opt_names() for plan, _, _ in trials.asked[before:]], choose(measuring.found).seconds
 
     assert tried() == ([["amp_native"]], 0.2)
@@ -623,8 +623,8 @@ def test_a_profile_takes_only_its_share_of_the_time():
 
 def test_plans_that_do_not_fit_as_far_as_is_known_are_looked_into_if_they_would_be_fast():
     slow, fast, hopeless = scored(2.0, 1), scored(1.0, 9), scored(3.0, 9)
-    assert doubtful([fast, slow, hopeless], [slow], 5.0) == [fast]
-    assert doubtful([fast, hopeless], [], 5.0) == [fast, hopeless]
+    assert likely_mispredicted([fast, slow, hopeless], [slow], 5.0) == [fast]
+    assert likely_mispredicted([fast, hopeless], [], 5.0) == [fast, hopeless]
 
 
 def test_a_search_captures_graphs_only_for_the_plans_that_are_tried_first():
@@ -635,15 +635,15 @@ def test_a_search_captures_graphs_only_for_the_plans_that_are_tried_first():
     about = Knowledge(make_profile(compiled_bytes=None), GPU, run.thinking, 30.0, profiler)
     run.known, run.budget = about, 1e15
     found = run.space = build_space(run._problem())
-    candidates, top = run._promising(about.predicted(found.candidates))
+    candidates, top = run._select_promising(about.predicted(found.candidates))
     assert top and not about.asked  # all of them fit easily, and will be measured
     run.budget = 1.5 * max(item.peak for item in top)
-    candidates, top = run._promising(candidates)
+    candidates, top = run._select_promising(candidates)
     assert about.asked == {"bfloat16/compiled"} and profiler.parts == [about.asked]
     assert top and len(candidates) == len(found.candidates)
     assert any(parts_read(item.candidate.effects) - about.asked for item in candidates)
     run.budget = 1.0
-    run._promising(candidates)
+    run._select_promising(candidates)
     assert about.asked == {"bfloat16/compiled", "float32/compiled"}  # nothing fits: it matters what each of them keeps
 
 
@@ -651,7 +651,7 @@ def learning(ratio, **first):
     """Measure one compiled plan in `ratio` times its predicted time; return the measuring, its experience and a maker of items."""
     profile, machine = make_profile(), GPU
     machine = replace(machine, evidence="modelled", flops={name: rate / 1e6 for name, rate in machine.flops.items()})
-    experience = Experience(profile, machine)
+    experience = LearnedProfile(profile, machine)
 
     def item(**values):
         return predict(candidate(**{"micro": 64, "precision": "bfloat16", **values}), profile, machine)
@@ -678,7 +678,7 @@ def test_a_trial_corrects_the_predictions_of_its_kind_and_its_nearest_in_the_sam
     eager = item()
     assert measuring.corrected(eager).seconds == pytest.approx(eager.seconds)
     slower, other = item(compile="block", checkpoint="full"), item(compile="none")
-    assert measuring._in_new_order([slower, other])[0].candidate == other.candidate  # a kind that was not tried
+    assert measuring._rerank([slower, other])[0].candidate == other.candidate  # a kind that was not tried
 
 
 def test_what_cannot_win_any_more_is_not_tried():

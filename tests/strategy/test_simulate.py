@@ -279,9 +279,9 @@ def test_ranks_that_hold_different_shards_are_all_there(method):
 
 @pytest.mark.parametrize("methods", [["parallel_mode"], [("micro_batch", {"accumulation": 2})]])
 def test_a_loss_over_tokens_is_simulated_like_any_other(methods):
-    from drivetrain.strategy.dry_run import follow_task
+    from drivetrain.strategy.dry_run import with_counted_loss
 
-    followed = follow_task(make_task())
+    followed = with_counted_loss(make_task())
     assert followed.items.kind == "labels"
     plan = Strategy(methods)
     world = 2 if "parallel_mode" in methods else 1
@@ -426,7 +426,7 @@ def test_beside_a_process_group_a_child_simulates_the_same(world2):
 
 def test_how_a_model_can_be_split_is_found_out_once(monkeypatch):
     from drivetrain.module import tensor_inference
-    from drivetrain.strategy.profile.simulate import remembered_tensor_plans
+    from drivetrain.strategy.profile.simulate import cache_tensor_plans
 
     asked = []
     infer = tensor_inference.infer_tp_plan
@@ -437,7 +437,7 @@ def test_how_a_model_can_be_split_is_found_out_once(monkeypatch):
 
     monkeypatch.setattr(tensor_inference, "infer_tp_plan", counting)
     model, other = ManyBlocks(4), ManyBlocks(2)
-    with remembered_tensor_plans(), remembered_tensor_plans():
+    with cache_tensor_plans(), cache_tensor_plans():
         first = tensor_inference.infer_tp_plan(model, 2)
         first.styles.clear()  # an answer is the asker's own
         again, few = tensor_inference.infer_tp_plan(model, 2), tensor_inference.infer_tp_plan(other, 2)

@@ -337,9 +337,11 @@ def test_what_is_known_is_not_measured_again(monkeypatch):
 
     def questions(device):
         for key in ("one", "two"):
-            yield measure_operators.Question(key, ((1.0,),), lambda size, key=key: asked.append(key) or (lambda: None))
+            yield measure_operators.OperatorBenchmark(
+                key, ((1.0,),), lambda size, key=key: asked.append(key) or (lambda: None)
+            )
 
-    monkeypatch.setattr(measure_operators, "_questions", questions)
+    monkeypatch.setattr(measure_operators, "_operator_benchmarks", questions)
     found = dict(measure_operators.measure_operators(torch.device("cpu"), 10.0, known=["one"]))
     assert asked == ["two"] and list(found) == ["two"]
     assert not dict(measure_operators.measure_operators(torch.device("cpu"), -1.0))  # no time, no grid

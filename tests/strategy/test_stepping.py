@@ -10,7 +10,7 @@ from torch.utils.data import default_collate
 
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.runtime.ranks import clear_data_ranks
-from drivetrain.strategy.dry_run import follow_task
+from drivetrain.strategy.dry_run import with_counted_loss
 from drivetrain.strategy.task import CallModel, TrainingTask
 from drivetrain.train.auto import auto_accelerate
 from tests.strategy.tasks import TENSOR_PLAN, loss_func, make_data, make_model
@@ -271,12 +271,12 @@ def test_class_weights_and_factors_that_depend_on_the_batch_are_told_apart():
         loss_func=weighted_loss,
         samples=default_collate(masked_data()),
     )
-    assert follow_task(task).items.kind == "unknown"  # the weights are made again in each call
-    assert follow_task(replace(task, loss_func=times_rows)).items.kind == "unknown"
-    items = follow_task(replace(task, loss_func=shifted_loss)).items
+    assert with_counted_loss(task).items.kind == "unknown"  # the weights are made again in each call
+    assert with_counted_loss(replace(task, loss_func=times_rows)).items.kind == "unknown"
+    items = with_counted_loss(replace(task, loss_func=shifted_loss)).items
     assert (items.kind, items.path, items.cut) == ("labels", ("labels",), (1, None))
     on_meta = replace(task, model=make_model(tied=False).to("meta"), loss_func=shifted_loss)
-    assert follow_task(on_meta).items.same_as(items)
+    assert with_counted_loss(on_meta).items.same_as(items)
 
 
 def times_rows(batch, logits):

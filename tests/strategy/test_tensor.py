@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from drivetrain.core.errors import ConflictError, MethodConfigError, StrategyError
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.tensor_parallel import parallelize
-from drivetrain.module.vocabulary_parallel import accepting_split_logits
+from drivetrain.module.vocabulary_parallel import wrap_loss_for_split_logits
 from drivetrain.runtime.ranks import clear_data_ranks
 from drivetrain.strategy.value import Strategy
 from drivetrain.train.auto import auto_accelerate
@@ -143,7 +143,7 @@ def losses_of_split_logits():
     whole, parts = plain(rows[:, :-1]), split(rows[:, :-1])
     assert is_dtensor(parts) and not is_dtensor(split.eval()(rows[:, :-1]))
     expected = dict(cases(whole))
-    found = accepting_split_logits(lambda logits: dict(cases(logits)))(parts)
+    found = wrap_loss_for_split_logits(lambda logits: dict(cases(logits)))(parts)
     for name, loss in expected.items():
         for model, value in ((plain, loss), (split, found[name])):
             model.zero_grad()

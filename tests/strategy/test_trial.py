@@ -22,7 +22,7 @@ from drivetrain.strategy.dry_run import verify_plan
 from drivetrain.strategy.registry import _methods, register_method
 from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.trial import measuring, memory
-from drivetrain.strategy.trial.checking import plain_yardstick
+from drivetrain.strategy.trial.checking import compute_reference_results
 from drivetrain.strategy.trial.process import MARK, reject_inside_trial
 from drivetrain.strategy.trial.report import Report, merge
 from drivetrain.strategy.trial.running import TrialPool, run_trial
@@ -164,7 +164,7 @@ def test_a_model_without_gradients_in_evaluation_mode_is_compared_in_training_mo
     before, random = copy.deepcopy(model.state_dict()), capture_rng()
     outcome = verify_plan(Strategy(["checkpoint", ("micro_batch", 4)]), task, device=CPU)
     assert outcome.failure is None and "parameters compared" in outcome.notes[-1], outcome
-    found = plain_yardstick(model, task, CPU, 8, steady=True)
+    found = compute_reference_results(model, task, CPU, 8, steady=True)
     assert found.is_quiet and not found.is_random and found.split_error < 1e-5
     assert model.training and not model.layers[1].training and model.recurrent.dropout == 0.5
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())

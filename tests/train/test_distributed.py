@@ -166,7 +166,7 @@ def leave_alone():
         return vote.close() == STOP
     trainer.run.agreement.vote = vote
     with pytest.raises(DistributedError, match=r"rank 1: .*request_stop\(reason\)") as caught:
-        trainer.run.agreement.check_leaves_together(StopTrainingError("enough"), "Trainer")
+        trainer.run.agreement.check_all_ranks_stop(StopTrainingError("enough"), "Trainer")
     return "enough" in str(caught.value)
 
 

@@ -113,7 +113,7 @@ def test_checkpoints_with_the_history_inside_still_load(tmp_path, monkeypatch):
 
     whole = run()
     with monkeypatch.context() as patch:
-        patch.setattr(snapshot, "referring", inside)
+        patch.setattr(snapshot, "with_side_file_reference", inside)
         run(tmp_path, 4)
     assert not (tmp_path / "history.bin").exists()
     assert "metrics" in state_of(tmp_path, "checkpoint-ep1-ba4")

@@ -110,9 +110,9 @@ def test_a_plan_is_verified_on_several_samples_so_that_a_loss_over_other_things_
     seen = []
     from drivetrain.strategy import plan_check
 
-    original = plan_check.plain_yardstick
+    original = plan_check.compute_reference_results
     monkeypatch.setattr(
-        plan_check, "plain_yardstick", lambda *args, **kw: seen.append(args[3]) or original(*args, **kw)
+        plan_check, "compute_reference_results", lambda *args, **kw: seen.append(args[3]) or original(*args, **kw)
     )
     train(make_trainer(strategy=["fused_optimizer"]), num_epochs=1, per_device_batch_size=6)
     assert seen == [6]

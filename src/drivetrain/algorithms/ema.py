@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.algorithms.surgery import model_of
-from drivetrain.algorithms.utils.run import has_come
+from drivetrain.algorithms.utils.run import has_reached
 from drivetrain.context.state import State
 from drivetrain.core import Algorithm, ConfigError, Event, Logger, Time, TimeUnit, ensure_time
 from drivetrain.core.arguments import check_fraction, check_fractions
@@ -118,7 +118,7 @@ class EMA(Algorithm):
 
     def _update(self, state: State, model: nn.Module) -> None:
         now = int(state.clock.get(self.update_interval.unit).value)
-        if now == 0 or not has_come(self.ema_start, state, str(self)):
+        if now == 0 or not has_reached(self.ema_start, state, str(self)):
             return
         if self._average is None:
             self._average = AveragedWeights(model)  # a copy, whether an update is due or not

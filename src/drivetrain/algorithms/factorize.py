@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import _pair
 from torch.nn.utils import parametrize
 
-from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, inside, leave_fused_paths, warn_no_effect
+from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, disable_fused_encoder, inside, warn_no_effect
 from drivetrain.core.arguments import check_choice, check_counts, check_number
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.surgery import ReplacementFunction, replace_module_classes
@@ -380,7 +380,7 @@ def apply_factorization(
     chosen: dict[type[nn.Module], bool] = {nn.Conv2d: factorize_convs, nn.Linear: factorize_linears}
     policies: dict[type[nn.Module], ReplacementFunction] = {cls: factorize for cls, wanted in chosen.items() if wanted}
     replaced = replace_module_classes(model, policies, optimizers)
-    leave_fused_paths(model, FactorizedModule)
+    disable_fused_encoder(model, FactorizedModule)
     if left_alone:
         warn_no_effect(
             f"Factorize left {len(left_alone)} layers of {type(model).__name__} as they are, because their weights are parametrized "

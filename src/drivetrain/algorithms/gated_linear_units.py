@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, leave_fused_paths, warn_no_effect
+from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, disable_fused_encoder, warn_no_effect
 from drivetrain.core.errors import ConfigError, ConfigTypeError
 from drivetrain.core.types import Settings
 from drivetrain.module.surgery import count_module_instances, replace_module_classes
-from drivetrain.module.wrapping import written_class
+from drivetrain.module.wrapping import user_class
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -122,7 +122,7 @@ def register_feed_forward(
 
 
 def _adapter_of(module: nn.Module) -> FeedForwardAdapter | None:
-    cls = written_class(module)
+    cls = user_class(module)
     return next((_by_class[base] for base in cls.__mro__ if base in _by_class), None) or _by_class.get(cls.__name__)
 
 
@@ -190,7 +190,7 @@ def apply_gated_linear_units(
     for layer, _ in layers:
         if isinstance(getattr(layer, "linear1", None), GatedProjection):
             layer.activation = nn.Identity()
-    leave_fused_paths(model, GatedProjection)
+    disable_fused_encoder(model, GatedProjection)
 
 
 def _activation_of(layers: list[tuple[nn.Module, FeedForwardAdapter]]) -> Activation:

@@ -151,7 +151,7 @@ def create(name: str, config: Mapping[str, object]) -> Plugin:
     for argument, value in config.items():
         if argument not in parameters and not takes_any:
             raise ConfigError(unknown_name("argument", argument, parameters, where=name))
-        revived = _revived(value, f"{name}({argument}=...)")
+        revived = _rebuild_argument(value, f"{name}({argument}=...)")
         if argument in parameters and parameters[argument].kind is inspect.Parameter.VAR_POSITIONAL:
             args.extend(revived)
         else:
@@ -178,7 +178,7 @@ def restore_required(
     return made
 
 
-def _revived(value: object, where: str) -> Any:
+def _rebuild_argument(value: object, where: str) -> Any:
     """Return an argument as the constructor wants it: members are made again, what JSON could not hold is rejected."""
     if isinstance(value, Mapping):
         if set(value) == {"__repr__"}:
@@ -188,7 +188,7 @@ def _revived(value: object, where: str) -> Any:
             )
         if set(value) == {"name", "config"}:
             return create(value["name"], value["config"])
-        return {key: _revived(item, where) for key, item in value.items()}
+        return {key: _rebuild_argument(item, where) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_revived(item, where) for item in value]
+        return [_rebuild_argument(item, where) for item in value]
     return value

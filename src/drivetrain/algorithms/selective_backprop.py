@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from drivetrain.algorithms.utils.losses import logits_of, losses_of_samples, mean_per_sample, per_sample
 from drivetrain.algorithms.utils.parts import Generator, device_of, first_tensor, map_tensors, take_rows
-from drivetrain.algorithms.utils.passes import autocast_of, call_model, without_trace
+from drivetrain.algorithms.utils.passes import autocast_of, call_model, preserve_buffers_and_rng
 from drivetrain.algorithms.utils.run import elapsed_fraction
 from drivetrain.context.batch import BatchKey, batch_set
 from drivetrain.context.state import State
@@ -131,7 +131,7 @@ class SelectiveBackprop(Algorithm):
         losses_of = losses_of_samples(state, str(self))
 
         def scores(x: Batch) -> Tensor:
-            with without_trace(state), autocast_of(state):
+            with preserve_buffers_and_rng(state), autocast_of(state):
                 return losses_of(self._outputs(state, x), targets)
 
         chosen = choose_rows(inputs, scores, self.keep, self.scale_factor, state.rng(type(self).__name__))

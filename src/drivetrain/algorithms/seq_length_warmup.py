@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.algorithms.utils.passes import run_and_forget
+from drivetrain.algorithms.utils.passes import warm_up_memory
 from drivetrain.algorithms.utils.run import elapsed_fraction, num_batches
 from drivetrain.context.batch import BatchKey, batch_get, batch_set
 from drivetrain.context.state import State
@@ -157,7 +157,7 @@ class SeqLengthWarmup(Algorithm):
             return
         if not self._has_reserved:
             self._has_reserved = True
-            run_and_forget(state, self._shortened(state.batch, self.max_seq_length))
+            warm_up_memory(state, self._shortened(state.batch, self.max_seq_length))
         length = self.length_at(state)
         state.batch = self._shortened(state.batch, length)
         rows = next((value.shape[0] for _, value in _entries(self._part(state.batch)) if isinstance(value, Tensor)), 0)

@@ -22,7 +22,7 @@ from drivetrain.core.arguments import check_choice, check_fractions
 from drivetrain.core.types import Settings, StateDict
 from drivetrain.module.blocks import repeated_blocks, select_modules
 from drivetrain.module.probing import keeps_shape
-from drivetrain.module.wrapping import GeneratedClass, subclass_of, written_class
+from drivetrain.module.wrapping import GeneratedClass, subclass_of, user_class
 from drivetrain.runtime.seeds import derive_seed
 
 _BOTTLENECK_PARTS = ("conv1", "bn1", "conv2", "bn2", "conv3", "bn3", "relu", "downsample")
@@ -66,7 +66,7 @@ class BlockStochasticModule(Skippable):
         if not isinstance(out, Tensor) or out.shape != x.shape:
             given = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
             raise ConfigTypeError(
-                f"StochasticDepth cannot skip {written_class(self).__name__}: it takes shape {tuple(x.shape)} and returns "  # type: ignore[arg-type]
+                f"StochasticDepth cannot skip {user_class(self).__name__}: it takes shape {tuple(x.shape)} and returns "  # type: ignore[arg-type]
                 f"{given}. Blocks must return a tensor like their input; name another class with target_layer_name."
             )
         factor = self.factor(x)
@@ -170,7 +170,7 @@ def find_blocks_to_skip(model: nn.Module, target: str | type[nn.Module]) -> list
 
 
 def _is_bottleneck(module: nn.Module) -> bool:
-    return "Bottleneck" in written_class(module).__name__ and all(hasattr(module, part) for part in _BOTTLENECK_PARTS)
+    return "Bottleneck" in user_class(module).__name__ and all(hasattr(module, part) for part in _BOTTLENECK_PARTS)
 
 
 def check_stochastic_depth(who: str, method: str, drop_rate: float, distribution: str) -> None:

@@ -117,7 +117,7 @@ def inside(model: nn.Module, layers: type[nn.Module] | tuple[type[nn.Module], ..
     return {child for holder in holders for child in holder.modules() if child is not holder}
 
 
-def leave_fused_paths(model: nn.Module, layers: type[nn.Module] | tuple[type[nn.Module], ...]) -> None:
+def disable_fused_encoder(model: nn.Module, layers: type[nn.Module] | tuple[type[nn.Module], ...]) -> None:
     """Keep torch's fused evaluation, which reads `linear1.weight`, away from encoders that have other layers in its place."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import model_of, torch_optimizers, warn_no_effect
 from drivetrain.algorithms.utils.passes import measure_batch_norms
-from drivetrain.algorithms.utils.run import has_come, num_batches
+from drivetrain.algorithms.utils.run import has_reached, num_batches
 from drivetrain.context.state import State
 from drivetrain.core import Algorithm, ConfigError, Event, Logger, Time, TimeUnit, ensure_time
 from drivetrain.core.arguments import check_choice, check_counts, check_number
@@ -109,7 +109,7 @@ class SWA(Algorithm):
                 self._complete(model)
             if self.swa_completed:
                 measure_batch_norms(state)  # of the final weights: steps after the swap have moved them
-        elif not self.swa_completed and has_come(self.swa_start, state, str(self)):
+        elif not self.swa_completed and has_reached(self.swa_start, state, str(self)):
             self._update(state, model)
 
     def _update(self, state: State, model: nn.Module) -> None:
@@ -121,7 +121,7 @@ class SWA(Algorithm):
             self._average.update_mean(model)
             if self.schedule_swa_lr:
                 self._anneal(state)
-        if has_come(self.swa_end, state, str(self)):
+        if has_reached(self.swa_end, state, str(self)):
             self._complete(model)
             if self._update_event is Event.EPOCH_END:
                 measure_batch_norms(state)  # for the evaluation that follows
@@ -187,10 +187,12 @@ class SWA(Algorithm):
 
 def pause_schedulers(state: State) -> None:
     """Let the schedulers of a run change no more rates; they are saved and restored as before."""
-    state.schedulers = tuple(one if isinstance(one, _Resting) else _Resting(one) for one in state.schedulers)
+    state.schedulers = tuple(
+        one if isinstance(one, _PausedScheduler) else _PausedScheduler(one) for one in state.schedulers
+    )
 
 
-class _Resting:
+class _PausedScheduler:
     """A scheduler that no longer changes the rates, but is saved and restored as before."""
 
     def __init__(self, scheduler: Any):

@@ -102,7 +102,7 @@ def full_disk(after: int = 0) -> Iterator[None]:
 # Processes that die.
 
 
-class Victim(Protocol):
+class TargetProcess(Protocol):
     """A started process; `subprocess.Popen` is one."""
 
     @property
@@ -121,8 +121,8 @@ class Attempt:
     status: int
 
 
-def torment(
-    start: Callable[[], Victim],
+def kill_repeatedly(
+    start: Callable[[], TargetProcess],
     folder: str | Path,
     *,
     kills: int = 10,
@@ -140,7 +140,9 @@ def torment(
     chance = random.Random(seed)
     attempts: list[Attempt] = []
     for _ in range(kills):
-        attempts.append(_strike(start(), Path(folder), longest, chance, chance.random() < in_saves, pauses))
+        attempts.append(
+            _kill_at_random_time(start(), Path(folder), longest, chance, chance.random() < in_saves, pauses)
+        )
         if attempts[-1].ended != "killed":
             return attempts
     begun, victim = time.monotonic(), start()
@@ -149,10 +151,10 @@ def torment(
     return attempts
 
 
-def _strike(
-    victim: Victim, folder: Path, longest: float, chance: random.Random, in_save: bool, pauses: float
+def _kill_at_random_time(
+    victim: TargetProcess, folder: Path, longest: float, chance: random.Random, in_save: bool, pauses: float
 ) -> Attempt:
-    begun, stale = time.monotonic(), _begun_saves(folder)
+    begun, stale = time.monotonic(), _saves_in_progress(folder)
     moment = begun + chance.uniform(0, longest)
     pause_at = begun + chance.uniform(0, longest) if chance.random() < pauses else None
     deadline = begun + 20 * longest + 60  # a command that never saves must not be waited for forever
@@ -164,17 +166,17 @@ def _strike(
             _send(victim, signal.SIGSTOP)
             time.sleep(chance.uniform(0.01, 0.2))
             _send(victim, signal.SIGCONT)
-        if in_save and time.monotonic() > moment and _begun_saves(folder) - stale:
+        if in_save and time.monotonic() > moment and _saves_in_progress(folder) - stale:
             time.sleep(chance.uniform(0, 0.01))
             break
         time.sleep(0.0005)
-    during_save = bool(_begun_saves(folder) - stale)
+    during_save = bool(_saves_in_progress(folder) - stale)
     _send(victim, signal.SIGKILL)
     status = victim.wait()
     return Attempt(time.monotonic() - begun, "killed", during_save, status)
 
 
-def _begun_saves(folder: Path) -> set[str]:
+def _saves_in_progress(folder: Path) -> set[str]:
     """Return the names of folders that are being written, or were when their writer died."""
     try:
         return {name for name in os.listdir(folder) if name.startswith(TEMPORARY)}
@@ -182,7 +184,7 @@ def _begun_saves(folder: Path) -> set[str]:
         return set()
 
 
-def _send(victim: Victim, number: int) -> None:
+def _send(victim: TargetProcess, number: int) -> None:
     """Signal the process and those it started, where it leads a group of its own."""
     with suppress(ProcessLookupError):
         if os.getpgid(victim.pid) == victim.pid:
@@ -228,7 +230,9 @@ def _run(given: argparse.Namespace) -> int:
         print(f"{given.command[0]!r} is not a program on this machine. Write: ... -- python train.py", file=sys.stderr)
         return 2
     options = {name: getattr(given, name) for name in ("folder", "kills", "longest", "seed", "in_saves", "pauses")}
-    attempts = torment(lambda: subprocess.Popen([program, *given.command[1:]], start_new_session=True), **options)
+    attempts = kill_repeatedly(
+        lambda: subprocess.Popen([program, *given.command[1:]], start_new_session=True), **options
+    )
     for number, attempt in enumerate(attempts, start=1):
         where = " in the middle of a save" if attempt.during_save else ""
         print(f"start {number}: {attempt.ended}{where} after {attempt.seconds:.2f} s (status {attempt.status})")

@@ -23,7 +23,7 @@ from torch.nn import Module
 
 from drivetrain.checkpoint import layout
 from drivetrain.checkpoint.exchange import RankExchange, background_exchange, control_exchange
-from drivetrain.checkpoint.folder import WRITER_LOCK, check_folder, device_of, hold_folder
+from drivetrain.checkpoint.folder import WRITER_LOCK, check_folder, device_of, lock_checkpoint_folder
 from drivetrain.checkpoint.layout import Best, Manifest
 from drivetrain.checkpoint.progress import Progress, Restored, Schedule
 from drivetrain.checkpoint.reader import CheckpointPath, CheckpointReader, Loaded, find_checkpoint_path
@@ -299,7 +299,7 @@ class Checkpointer:
         """Lock the folder before the first step of a run that saves at intervals."""
         if not self._is_prepared:
             self._is_prepared = True
-            hold_folder(self.directory, self._lock, control_exchange())
+            lock_checkpoint_folder(self.directory, self._lock, control_exchange())
 
     def _time(self, value: TimeLike | None, where: str) -> Time | None:
         if value is None:
@@ -347,10 +347,10 @@ class Checkpointer:
         self.failures_in_a_row, self.last_failure = 0, None
         self._device = device_of(self.directory)
         if exchange.rank == 0:
-            self._let_old_ones_go()
+            self._prune_old_checkpoints()
             logger.info("%s: written in %.2f s", path, time.perf_counter() - begun)
 
-    def _let_old_ones_go(self) -> None:
+    def _prune_old_checkpoints(self) -> None:
         pointed = set()
         for pointer in (layout.LAST, layout.BEST):
             try:

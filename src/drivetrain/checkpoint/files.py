@@ -22,7 +22,7 @@ from torch import Tensor
 from drivetrain.checkpoint.layout import FileEntry
 from drivetrain.checkpoint.tree import SAFETENSORS_DTYPES, flatten
 from drivetrain.core.errors import CheckpointError, ConfigError, unknown_name
-from drivetrain.core.files import replacing
+from drivetrain.core.files import atomic_write
 from drivetrain.runtime.collectives import bytes_of
 from drivetrain.runtime.ranks import is_master
 
@@ -36,7 +36,7 @@ def put(stream: BinaryIO, piece: bytes | memoryview) -> None:
 
 def replace_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     """Replace a file atomically: readers see the old content or the new one."""
-    with replacing(path) as stream:
+    with atomic_write(path) as stream:
         for piece in pieces:
             put(stream, piece)
     flush_folder(path.parent)

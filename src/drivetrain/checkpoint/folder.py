@@ -54,12 +54,12 @@ def prepare_folder(directory: Path, *, fresh: bool) -> FolderLock:
     return lock
 
 
-def hold_folder(directory: Path, lock: FolderLock, exchange: RankExchange) -> None:
+def lock_checkpoint_folder(directory: Path, lock: FolderLock, exchange: RankExchange) -> None:
     """Lock a folder before a run saves in it, or raise on every rank if another process holds it. Called on every rank."""
-    _check_owner(directory, exchange.first(lambda: _owner_after_taking(directory, lock)))
+    _check_owner(directory, exchange.first(lambda: _try_lock_folder(directory, lock)))
 
 
-def _owner_after_taking(directory: Path, lock: FolderLock) -> str:
+def _try_lock_folder(directory: Path, lock: FolderLock) -> str:
     """Lock a folder unless this process holds it already; return who holds it instead, or nothing."""
     held = lock_held_here(directory, WRITER_LOCK)
     try:
@@ -100,7 +100,7 @@ def check_folder(directory: Path, device: int | None, name: str, exchange: RankE
                 raise FileNotFoundError(f"{directory} disappeared, together with its disk")
         elif device is not None and not os.access(directory, os.W_OK | os.X_OK):
             raise PermissionError(f"{directory} is read-only now")
-        return is_new, _owner_after_taking(directory, lock)
+        return is_new, _try_lock_folder(directory, lock)
 
     def failed(why: str) -> WriteFailedError:
         way_out = "Make the folder available and continue with resume_from='auto', or use another checkpoint_dir."

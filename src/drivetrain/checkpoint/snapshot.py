@@ -29,7 +29,7 @@ from drivetrain.core.types import StateDict
 from drivetrain.runtime.codec import is_packed_generator, pack, unpack
 from drivetrain.runtime.coders import tag_of
 from drivetrain.runtime.run import ExperimentRun, current_run
-from drivetrain.runtime.seeds import capture_rng, derive_seed, rng_kept, same_state, set_seed
+from drivetrain.runtime.seeds import capture_rng, derive_seed, preserve_rng_state, same_state, set_seed
 
 
 def take_snapshot(
@@ -48,7 +48,7 @@ def take_snapshot(
     exchange = exchange or RankExchange()
     is_context = not isinstance(source, Mapping)
     try:
-        with referring(source, folder, exchange) as write_side_file:
+        with with_side_file_reference(source, folder, exchange) as write_side_file:
             state = source.state_dict() if is_context else pack(source if isinstance(source, dict) else dict(source))
     except StateError as error:
         if is_context:
@@ -183,7 +183,9 @@ class SideFile(Protocol):
 
 
 @contextmanager
-def referring(source: object, folder: Path | None, exchange: RankExchange) -> Iterator[Callable[[], None] | None]:
+def with_side_file_reference(
+    source: object, folder: Path | None, exchange: RankExchange
+) -> Iterator[Callable[[], None] | None]:
     """Take a state with a reference to the side file, if there is one. Yield the function that writes that file on rank 0."""
     item: SideFile | None = getattr(source, "_side_file", None)
     if item is None or folder is None:
@@ -280,7 +282,7 @@ def state_for_rank(folder: Path, manifest: Manifest, rank: int, size: int, merge
                 f"{name} differs between ranks and was saved by {manifest.world_size}; there are {size} now, so it cannot be "
                 f"restored exactly. Resume with {manifest.world_size} processes, or from a checkpoint between two updates."
             )
-    with rng_kept():
+    with preserve_rng_state():
         set_seed(derive_seed(seed, "resume", rank, manifest.sequence))
         return RankState(capture_rng(), local)
 

@@ -26,7 +26,7 @@ from drivetrain.checkpoint.exchange import Failure, RankExchange
 from drivetrain.checkpoint.files import exchange_names, flush_folder, replace_file, safetensors_pieces, write_file
 from drivetrain.checkpoint.layout import Best, FileEntry, Manifest
 from drivetrain.core.errors import CheckpointError
-from drivetrain.core.files import TEMPORARY, lock_path, locked_aside
+from drivetrain.core.files import TEMPORARY, create_locked_temporary, lock_path
 from drivetrain.core.types import StateDict
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def _locked_temporary(directory: Path, name: str, exchange: RankExchange, failed
         nonlocal lock
         directory.mkdir(parents=True, exist_ok=True)
         sweep(directory)
-        path, lock = locked_aside(directory / name, Path.mkdir)
+        path, lock = create_locked_temporary(directory / name, Path.mkdir)
         return path.name
 
     temporary = directory / exchange.first(make, failed)

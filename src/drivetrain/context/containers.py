@@ -43,7 +43,7 @@ class DictKind(Kind):
         elif tag_of(saved) in ("dict", "ordered_dict", "counter"):
             entries = {loading.unpack(key): child for key, child in saved["value"]}  # the values are still packed
         else:
-            return loading.unfit(path, item, saved)
+            return loading.add_mismatch(path, item, saved)
         restores: dict[object, Restore] = {}
         for key, child in entries.items():
             where = join_path(path, key)
@@ -86,7 +86,7 @@ class SequenceKind(Kind):
         elif tag_of(saved) == "deque":
             elements = list(saved["value"]["items"])
         else:
-            return loading.unfit(path, item, saved)
+            return loading.add_mismatch(path, item, saved)
         restore_elements = _fit_elements(list(item), elements, loading, path)
         return lambda: self.with_children(item, restore_elements())
 
@@ -171,7 +171,7 @@ class SetKind(Kind):
 
     def fit(self, item: Item, saved: Saved, loading: "Loading", path: str) -> Restore:
         if tag_of(saved) not in ("set", "frozenset"):
-            return loading.unfit(path, item, saved)
+            return loading.add_mismatch(path, item, saved)
         elements = loading.unpack(saved["value"])
 
         def restore() -> object:
@@ -210,11 +210,11 @@ def _fit_fields(
 ) -> dict[str, Restore] | None:
     """Fit fields by name; None when the saved value is something else, which is noted."""
     if tag_of(saved) != tag:
-        loading.unfit(path, item, saved)
+        loading.add_mismatch(path, item, saved)
         return None
     fields = saved["value"]["fields"]
     if set(fields) != set(live):
-        loading.unfit(
+        loading.add_mismatch(
             path, item, saved, f"saved fields {', '.join(fields)}; this {type(item).__name__} has {', '.join(live)}"
         )
         return None

@@ -121,7 +121,7 @@ class Loading:
         try:
             return kind.fit(item, saved, self, path)
         except (StateError, KeyError, TypeError, ValueError) as error:  # the last three: a damaged or forged state
-            return self.unfit(path, item, saved, str(error) if isinstance(error, StateError) else repr(error))
+            return self.add_mismatch(path, item, saved, str(error) if isinstance(error, StateError) else repr(error))
 
     def build(self, saved: object, path: str) -> Restore:
         """Return what makes a saved value that has no live counterpart, on the Context's device."""
@@ -161,7 +161,7 @@ class Loading:
         """Let an object load its state in the second step."""
         self._self_loads.append(_SelfLoad(path, item, state))
 
-    def unfit(self, path: str, item: object, saved: object, reason: str | None = None) -> Restore:
+    def add_mismatch(self, path: str, item: object, saved: object, reason: str | None = None) -> Restore:
         """Note a state that an item cannot take, and keep the item."""
         kind = kind_of(item)
         wanted = f"a {type(item).__name__}" if kind is PLAIN_KIND else f"a {kind.name} ({type(item).__name__})"
@@ -173,7 +173,7 @@ class Loading:
         near = nearest_name(path.rpartition(".")[2], valid)
         self._faults.append(_Fault(kind, path, reason or (f"nearest is {near!r}" if near else "")))
 
-    def unfitting_paths(self) -> set[str]:
+    def mismatched_paths(self) -> set[str]:
         """Return the paths whose states could not be loaded."""
         return {fault.path for fault in self._faults if fault.kind == "unfitting"}
 

@@ -103,7 +103,7 @@ class ModuleKind(Kind):
 
     def fit(self, item: nn.Module, saved: Saved, loading: "Loading", path: str) -> Restore:
         if not isinstance(saved, Mapping) or tag_of(saved) is not None:
-            return loading.unfit(path, item, saved, "expected the state of a module")
+            return loading.add_mismatch(path, item, saved, "expected the state of a module")
         state = with_metadata(loading.unpack(saved), saved)
         for fault, name, reason in wrapping.state_faults(item, state):
             loading.note(fault, join_path(path, name), reason)
@@ -143,15 +143,15 @@ class OptimizerKind(Kind):
 
     def fit(self, item: Optimizer, saved: Saved, loading: "Loading", path: str) -> Restore:
         if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
-            return loading.unfit(path, item, saved, "expected the state of an optimizer")
+            return loading.add_mismatch(path, item, saved, "expected the state of an optimizer")
         problems, load = fit_optimizer(item, loading.unpack(saved), loading.parameter_names)
         for problem in problems:
-            loading.unfit(path, item, saved, problem)
+            loading.add_mismatch(path, item, saved, problem)
         if load is None:
             return keep(item)
 
         def restore() -> None:
-            for name in load(loading.unfitting_paths()):
+            for name in load(loading.mismatched_paths()):
                 loading.note("unfitting", path, f"the state of {name} is not restored, because {name} is not")
 
         loading.optimizers.append(restore)
@@ -188,7 +188,7 @@ class ContextKind(Kind):
 
     def fit(self, item: Item, saved: Saved, loading: "Loading", path: str) -> Restore:
         if not isinstance(saved, Mapping) or tag_of(saved) is not None:
-            return loading.unfit(path, item, saved, "expected a mapping of names to states")
+            return loading.add_mismatch(path, item, saved, "expected a mapping of names to states")
         live = item._saved_items()
         restores = {}
         for name, child in live.items():

@@ -43,7 +43,7 @@ class PlainKind(Kind):
         if item is None:
             return loading.build(saved, path)
         if not _same_family(item, saved):
-            return loading.unfit(path, item, saved)
+            return loading.add_mismatch(path, item, saved)
         if isinstance(item, np.generic) and isinstance(saved, NUMBERS):
             return lambda: type(item)(saved)
         return lambda: saved
@@ -76,7 +76,7 @@ class TensorKind(Kind):
     def fit(self, item: Tensor, saved: Saved, loading: "Loading", path: str) -> Restore:
         if not isinstance(saved, Tensor):
             is_number = item.numel() == 1 and isinstance(saved, NUMBERS)
-            return keep(saved) if is_number else loading.unfit(path, item, saved)
+            return keep(saved) if is_number else loading.add_mismatch(path, item, saved)
         return lambda: restore_tensor(item, saved)
 
 
@@ -111,7 +111,7 @@ class CodedKind(Kind):
         if type(saved) is type(item):
             return lambda: saved
         if tag_of(saved) != coder.tag:
-            return loading.unfit(path, item, saved)
+            return loading.add_mismatch(path, item, saved)
         if isinstance(item, Enum):
             member = enum_member(type(item), saved["value"])
             return lambda: member
@@ -151,9 +151,9 @@ class GeneratorKind(Kind):
     def move(self, item: object, job: "Move") -> Item:
         if not isinstance(item, torch.Generator) or item.device == job.device:
             return item
-        if item.device.type == "cpu" and not isinstance(item, _SentToCpu):
+        if item.device.type == "cpu" and not isinstance(item, _GeneratorMovedToCpu):
             return item  # it serves draws on the CPU, wherever the model is
-        make = _SentToCpu if job.device.type == "cpu" else torch.Generator
+        make = _GeneratorMovedToCpu if job.device.type == "cpu" else torch.Generator
         moved = make(device=job.device).manual_seed(item.initial_seed())
         if item.device.type == job.device.type:
             moved.set_state(item.get_state())
@@ -163,12 +163,12 @@ class GeneratorKind(Kind):
         coder = value_coder(item)
         assert coder is not None
         if tag_of(saved) != coder.tag:
-            return loading.unfit(path, item, saved)
+            return loading.add_mismatch(path, item, saved)
         content = loading.unpack(saved["value"])
         bits = getattr(item, "bit_generator", None)
         if bits is not None and content["bit_generator"] != type(bits).__name__:
             reason = f"saved from a {content['bit_generator']}, this one is a {type(bits).__name__}"
-            return loading.unfit(path, item, saved, reason)
+            return loading.add_mismatch(path, item, saved, reason)
         if coder.tag == "generator" and torch.device(content["device"]).type != item.device.type:
             return lambda: _start_again(item, content, path)
 
@@ -179,7 +179,7 @@ class GeneratorKind(Kind):
         return restore
 
 
-class _SentToCpu(torch.Generator):
+class _GeneratorMovedToCpu(torch.Generator):
     """A generator of an accelerator that a move made again on the CPU; the move back makes it again there."""
 
 
@@ -214,7 +214,7 @@ class OtherKind(Kind):
         return tagged(NOT_STATE, None)
 
     def fit(self, item: object, saved: object, loading: "Loading", path: str) -> Restore:
-        return loading.unfit(path, item, saved, "it has no state_dict and load_state_dict")
+        return loading.add_mismatch(path, item, saved, "it has no state_dict and load_state_dict")
 
     def saved_as(self, item: object) -> str:
         return "no (not state)" if is_known_stateless(item) else "no (has no state_dict and load_state_dict)"

@@ -88,7 +88,7 @@ def check_plugin(plugin: object) -> None:
             _check_form(plugin, method, expected)
     for member in getattr(plugin, "members", ()):
         check_plugin(member)
-    if not _attends_anything(plugin):
+    if not _has_any_event(plugin):
         raise ConfigTypeError(
             f"{plugin_name(plugin)} handles no event. Declare `events` or `match(self, event, state)` and define "
             "`apply(self, event, state, logger)`, or define a method named after an event: "
@@ -143,7 +143,7 @@ def call_named(plugin: object, name: str, host: object, arguments: Settings) -> 
         getattr(plugin, name)(host, **{argument: arguments[argument] for argument in accepted})
 
 
-def call_closing(plugin: object, method: str, arguments: tuple[object, ...]) -> None:
+def call_close_method(plugin: object, method: str, arguments: tuple[object, ...]) -> None:
     """Call `close` or `post_close`, if there is one; a trainer callback's `close()` takes no arguments."""
     bound = getattr(plugin, method, None)
     if bound is not None:
@@ -213,7 +213,7 @@ def _check_spelling(plugin: object) -> None:
                 )
 
 
-def _attends_anything(plugin: object) -> bool:
+def _has_any_event(plugin: object) -> bool:
     if _defines(plugin, "apply") and any(subscribes(plugin, event) for event in Event):
         return True
     # A placeholder counts: a callback that replaces none of its base's methods is idle, not wrong.

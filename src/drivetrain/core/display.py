@@ -71,10 +71,10 @@ SIZE_UNITS = tuple(filter(None, _SIZES))
 """The units that `parse_size` reads, in any case."""
 
 
-def shown_bytes(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Return a number of bytes in the unit that suits it.
 
-    >>> shown_bytes(103.1 * 2**30), shown_bytes(3 * 2**20), shown_bytes(512)
+    >>> format_bytes(103.1 * 2**30), format_bytes(3 * 2**20), format_bytes(512)
     ('103.1 GiB', '3.0 MiB', '512 B')
     """
     for unit in ("TiB", "GiB", "MiB", "KiB"):
@@ -95,10 +95,10 @@ def parse_size(text: str) -> int | None:
     return int(size) if size < 1e300 else None
 
 
-def shown_seconds(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a duration in the unit that suits it, or in two of them from a minute on.
 
-    >>> shown_seconds(0.0125), shown_seconds(3.21), shown_seconds(75), shown_seconds(7260)
+    >>> format_duration(0.0125), format_duration(3.21), format_duration(75), format_duration(7260)
     ('12.5 ms', '3.21 s', '1 min 15 s', '2 h 1 min')
     """
     for (size, unit), (smaller, smaller_unit) in (

@@ -13,7 +13,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from drivetrain.core.binding import Binding, bindings_of, call_closing, call_named, check_plugin, phase_of, watched
+from drivetrain.core.binding import Binding, bindings_of, call_close_method, call_named, check_plugin, phase_of, watched
 from drivetrain.core.errors import ConfigError, EngineError, unknown_name
 from drivetrain.core.event import LOOP, Event
 from drivetrain.core.ordering import check_conflicts, order_events
@@ -106,7 +106,7 @@ class Engine:
             raise ConfigError(f"trace={trace!r}: expected the number of traces to keep, 0 or more.")
         self.state = state
         self.logger: Logger = NullLogger() if logger is None else logger
-        self._host = _weakly(host)
+        self._host = _weak_getter(host)
         self.strict = strict
         self.traces: deque[Trace] = deque(maxlen=trace)
         self._timed = False
@@ -219,7 +219,7 @@ class Engine:
         for method, arguments in (("close", (self.state, self.logger)), ("post_close", ())):
             for plugin in self.plugins:
                 try:
-                    call_closing(plugin, method, arguments)
+                    call_close_method(plugin, method, arguments)
                 except Exception as error:  # the others must be closed too; the first error is raised below
                     errors.append(error)
         if errors:
@@ -302,7 +302,7 @@ class Engine:
             raise EngineError(f"{_CLOSED} Build a new Trainer to run again.")
 
 
-def _weakly(host: object) -> Callable[[], object]:
+def _weak_getter(host: object) -> Callable[[], object]:
     """Return a function that gives the host without keeping it alive, where its type allows that."""
     try:
         return weakref.ref(host)

@@ -115,14 +115,14 @@ def read_end(path: Path, size: int) -> bytes:
 
 
 @contextmanager
-def replacing(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterator[BinaryIO]:
     """Open a stream whose content becomes the file `path` when the block ends without an error.
 
     A file that is replaced keeps its permissions; a new one gets `mode`, less the umask. A link is replaced, not followed.
     `durable` waits until the disk has the content. While the file is written it is locked, so that a process that removes
     leftovers can distinguish it from one.
     """
-    aside, lock = locked_aside(path, lambda aside: aside.touch(mode, exist_ok=False))
+    aside, lock = create_locked_temporary(path, lambda aside: aside.touch(mode, exist_ok=False))
     try:
         with open(aside, "wb") as stream:
             if is_regular(path) and hasattr(os, "fchmod"):
@@ -140,7 +140,7 @@ def replacing(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterato
 
 def replace_bytes(path: Path, content: bytes, *, mode: int = 0o666, durable: bool = True) -> None:
     """Replace a file in one step."""
-    with replacing(path, mode=mode, durable=durable) as stream:
+    with atomic_write(path, mode=mode, durable=durable) as stream:
         stream.write(content)
 
 
@@ -155,7 +155,7 @@ def make_inner_folder(root: Path, folder: Path) -> None:
             raise OSError(errno.ELOOP, "it is a link, and files are not written through it", str(place))
 
 
-def locked_aside(path: Path, create: Callable[[Path], object]) -> tuple[Path, int | None]:
+def create_locked_temporary(path: Path, create: Callable[[Path], object]) -> tuple[Path, int | None]:
     """Create a file or folder next to `path` under a temporary name, and lock it until the descriptor is closed or the process ends.
 
     A process that removes leftovers recognizes it by the lock, which is None where the file system has no locks.

@@ -92,7 +92,7 @@ class FolderLock:
     def acquire(self) -> bool:
         """Take the lock if no process holds it, or if its owner is dead. For an owner on another machine this waits for a heartbeat."""
         self.holder, token = None, secrets.token_hex(8)
-        if not self._occupy(self.path, token):
+        if not self._create_lock_file(self.path, token):
             return False
         self._token, self._problem = token, ""
         _hearts.add(self)
@@ -136,7 +136,7 @@ class FolderLock:
     def __exit__(self, *error: object) -> None:
         self.release()
 
-    def _occupy(self, path: Path, token: str) -> bool:
+    def _create_lock_file(self, path: Path, token: str) -> bool:
         """Create the file, or replace that of a dead owner."""
         while not _create(path, token):
             seen = _look(path)
@@ -146,7 +146,7 @@ class FolderLock:
                 self.holder = seen
                 return False
             claim = path.with_name(f"{path.name}.{seen.token}")
-            if not self._occupy(claim, token):
+            if not self._create_lock_file(claim, token):
                 return False  # another process takes over
             now = _look(path)
             if now is not None and now.token == seen.token:
@@ -157,10 +157,10 @@ class FolderLock:
         return True
 
 
-def is_locked(folder: Path, name: str = RUN_LOCK, *, is_patient: bool = False) -> bool:
+def is_locked(folder: Path, name: str = RUN_LOCK, *, assume_alive: bool = False) -> bool:
     """Return whether a live process holds the lock of a folder.
 
-    Of an owner on another machine the age of the last heartbeat decides by this machine's clock, unless `is_patient`: then the lock is
+    Of an owner on another machine the age of the last heartbeat decides by this machine's clock, unless `assume_alive`: then the lock is
     watched until the heartbeat changes, or does not for `STALE_SECONDS`.
     """
     path = folder / name
@@ -168,7 +168,7 @@ def is_locked(folder: Path, name: str = RUN_LOCK, *, is_patient: bool = False) -
         seen = _look(path)
         if seen is None:
             return False
-        if is_patient:
+        if assume_alive:
             return not _is_dead(path, seen)
     except OSError:
         return False
@@ -181,7 +181,7 @@ def lock_held_here(folder: Path, name: str) -> FolderLock | None:
     return _hearts.find(folder / name)
 
 
-class _Hearts:
+class _HeartbeatThread:
     """Touches the locks of this process from one thread, which lives as long as there are any.
 
     A garbage collection may release a lock at any moment and in any thread, also inside of these methods. So the guard can be taken
@@ -236,7 +236,7 @@ class _Hearts:
                 lock.beat()
 
 
-_hearts = _Hearts()
+_hearts = _HeartbeatThread()
 atexit.register(_hearts.release_all)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_hearts.forget_after_fork)

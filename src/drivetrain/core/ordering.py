@@ -49,7 +49,7 @@ def check_conflicts(plugins: Sequence[object]) -> None:
         _check_pair(one, other)
     for plugin in plugins:
         for one, other in combinations(getattr(plugin, "members", ()), 2):
-            if not _take_turns(one, other):  # what outlasts the batch meets the other's turn
+            if not _write_only_batch_state(one, other):  # what outlasts the batch meets the other's turn
                 _check_pair(one, other)
 
 
@@ -88,14 +88,14 @@ def _stable_sort(plugins: Sequence[object], edges: Edges, unwinding: set[int], e
         ready = next((one for one in left if waits_for[one].isdisjoint(left)), None)
         if ready is None:
             raise PluginOrderError(
-                f"the plugins at {event.name} declare a cyclic order: {_circle(left, waits_for)}. "
+                f"the plugins at {event.name} declare a cyclic order: {_find_cycle(left, waits_for)}. "
                 "Each arrow means 'runs before'. Remove one `before` or `after`."
             )
         ordered.append(left.pop(ready))
     return ordered
 
 
-def _circle(left: Mapping[int, object], waits_for: Mapping[int, set[int]]) -> str:
+def _find_cycle(left: Mapping[int, object], waits_for: Mapping[int, set[int]]) -> str:
     """Return the names of one circle among the plugins that are left, the first repeated at the end."""
     path = [next(iter(left))]
     while True:
@@ -168,21 +168,21 @@ def _reason_against(one: object, other: object) -> str | None:
             return f"{advice.rstrip('.')}."
     for tag in sorted(_tags(one) & _tags(other)):
         if tag in EXCLUSIVE_TAGS:
-            return f"{EXCLUSIVE_TAGS[tag]}. {_way_out(one, other)}"
+            return f"{EXCLUSIVE_TAGS[tag]}. {_suggest_fix(one, other)}"
         if tag in _tags(one, "exclusive") | _tags(other, "exclusive"):
-            return f"only one plugin of a run can be #{tag}. {_way_out(one, other)}"
-    return f"{plugin_name(clashes[0][0])} declares this conflict. {_way_out(one, other)}" if clashes else None
+            return f"only one plugin of a run can be #{tag}. {_suggest_fix(one, other)}"
+    return f"{plugin_name(clashes[0][0])} declares this conflict. {_suggest_fix(one, other)}" if clashes else None
 
 
-def _way_out(one: object, other: object) -> str:
-    if _take_turns(one, other) and phase_of(one) == phase_of(other) == "algorithm":
+def _suggest_fix(one: object, other: object) -> str:
+    if _write_only_batch_state(one, other) and phase_of(one) == phase_of(other) == "algorithm":
         members = [member for plugin in (one, other) for member in getattr(plugin, "members", ()) or (plugin,)]
         names = ", ".join(f"{type(member).__name__}(...)" for member in members)
         return f"Remove one of them, or let one act per batch: OneOf({names})."
     return "Remove one of them."
 
 
-def _take_turns(one: object, other: object) -> bool:
+def _write_only_batch_state(one: object, other: object) -> bool:
     """Return whether all that both write is gone with the batch."""
     return _PER_BATCH.issuperset((*getattr(one, "writes", ()), *getattr(other, "writes", ())))
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
 
 from drivetrain.core.containers import leaves, map_items
-from drivetrain.core.display import shown_bytes
+from drivetrain.core.display import format_bytes
 from drivetrain.core.errors import ParameterError
 from drivetrain.runtime.device import choose_device, device_memory
 
@@ -228,14 +228,14 @@ def resident_columns(
     limit = min(AUTO_BYTES, AUTO_FRACTION * free) if mode == "auto" else free * (max_fraction or 1.0)
     if size > limit and mode is True:
         raise ParameterError(
-            f"resident=True: the data has {shown_bytes(size)}, but {str(device)!r} has {shown_bytes(free)} free, of which "
-            f"{shown_bytes(limit)} may be used. Use resident=False, a smaller dtype, or less data."
+            f"resident=True: the data has {format_bytes(size)}, but {str(device)!r} has {format_bytes(free)} free, of which "
+            f"{format_bytes(limit)} may be used. Use resident=False, a smaller dtype, or less data."
         )
     if size > limit:
         return None
     placed = columns.to(device)
     text = "%s of tensor data moved to %s; batches are gathered there (resident=False keeps the data on the host)"
-    logger.info(text, shown_bytes(size), device)
+    logger.info(text, format_bytes(size), device)
     return placed
 
 

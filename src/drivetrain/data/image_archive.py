@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.errors import ConfigError, MissingExtra
-from drivetrain.core.files import replacing
+from drivetrain.core.files import atomic_write
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def load_image_archive(
     splits = _decode(archive, max_bytes)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with replacing(cache) as aside:
+        with atomic_write(cache) as aside:
             torch.save(splits, aside)
     except OSError as error:
         text = "the pictures of %s cannot be cached in %s and will be decoded again next time: %s"

@@ -94,7 +94,7 @@ def run_demo(epochs: int = 12, output_dir: str = "output", seed: int = 0) -> int
     except KeyboardInterrupt:
         print("\nInterrupted. The run is saved; `drivetrain demo` with the same options resumes it.", file=sys.stderr)
         return 130
-    return _conclude(folder, epochs)
+    return _print_summary(folder, epochs)
 
 
 @contextmanager
@@ -125,12 +125,12 @@ def one_thread() -> Iterator[None]:
 def _run(params: Settings) -> Path:
     """Run the experiment, as the continuation of one that was interrupted if there is one, and return its folder."""
     from drivetrain.experiment.proxies import output_dir
-    from drivetrain.experiment.resume import Beginning, choose_beginning
+    from drivetrain.experiment.resume import RunStart, choose_run_start
 
     try:
-        beginning = choose_beginning(digits, digits.resolve({**params, "resume": "auto"}))
+        beginning = choose_run_start(digits, digits.resolve({**params, "resume": "auto"}))
     except ResumeError:  # it is running at this moment
-        beginning = Beginning()
+        beginning = RunStart()
     if beginning.record is not None and not beginning.is_finished:
         try:
             digits.run(params, resume="auto")
@@ -141,7 +141,7 @@ def _run(params: Settings) -> Path:
     return Path(output_dir)
 
 
-def _conclude(folder: Path, epochs: int) -> int:
+def _print_summary(folder: Path, epochs: int) -> int:
     from drivetrain.core.display import sparkline
     from drivetrain.experiment.cli.output import own_command, print_lines, print_table
     from drivetrain.experiment.records import read_run

@@ -29,7 +29,7 @@ SEED = "random_seed"
 
 
 @dataclass
-class Beginning:
+class RunStart:
     """How a run begins: new, or as the continuation of an existing one."""
 
     record: RunRecord | None = None
@@ -53,16 +53,16 @@ def identity(resolved: Resolved, parameters: ParameterSet) -> str:
     return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()
 
 
-def choose_beginning(
+def choose_run_start(
     experiment: "Experiment", resolved: Resolved, *, force: bool = False, restarted: bool = False
-) -> Beginning:
+) -> RunStart:
     """Decide how a run begins; `resolved` takes over what the continued run knows better."""
     parameters = experiment.parameters
     wanted = str(resolved.values["resume"])
     if restarted and wanted == NEVER:
         wanted = AUTO
     if wanted == NEVER:
-        return Beginning()
+        return RunStart()
     if wanted != AUTO:
         return _continue_path(Path(wanted), resolved, parameters, force)
     place = Path(resolved.values["output_dir"]).resolve() / experiment.name
@@ -77,14 +77,14 @@ def choose_beginning(
     unfinished = [record for record in same if not record.has_ended]
     if not same:
         note = f"resume: no earlier run of {experiment.name!r} with these parameters in {place}; starting a new one."
-        return Beginning(notes=[note])
+        return RunStart(notes=[note])
     return continue_run((unfinished or same)[-1], resolved, parameters, force=force)
 
 
-def look_ahead(experiment: "Experiment", resolved: Resolved, *, force: bool) -> Beginning:
+def look_ahead(experiment: "Experiment", resolved: Resolved, *, force: bool) -> RunStart:
     """Return how a run would begin, without a change to what it is given."""
     copy = replace(resolved, values=dict(resolved.values), origins=dict(resolved.origins))
-    return choose_beginning(experiment, copy, force=force)
+    return choose_run_start(experiment, copy, force=force)
 
 
 def _is_program_of(record: RunRecord, experiment: "Experiment") -> bool:
@@ -97,7 +97,7 @@ def _is_program_of(record: RunRecord, experiment: "Experiment") -> bool:
     return source is None or named is None or not source.is_file() or Path(named).name == source.name
 
 
-def _continue_path(path: Path, resolved: Resolved, parameters: ParameterSet, force: bool) -> Beginning:
+def _continue_path(path: Path, resolved: Resolved, parameters: ParameterSet, force: bool) -> RunStart:
     if os.path.exists(path):
         path = Path(os.path.abspath(path))  # the program may change its folder
     else:
@@ -120,10 +120,10 @@ def _continue_path(path: Path, resolved: Resolved, parameters: ParameterSet, for
     )
 
 
-def continue_run(record: RunRecord, resolved: Resolved, parameters: ParameterSet, *, force: bool = False) -> Beginning:
+def continue_run(record: RunRecord, resolved: Resolved, parameters: ParameterSet, *, force: bool = False) -> RunStart:
     """Continue one run: use its seed and the values that were not set now, and raise for values that contradict it."""
     # Patiently: a process on another machine may have died just now.
-    if record.is_live and is_locked(record.folder, is_patient=True):
+    if record.is_live and is_locked(record.folder, assume_alive=True):
         raise ResumeError(
             f"the run {record.folder} is still running in another process, which holds its lock. Wait until it ends, or "
             "start another run with --resume never."
@@ -160,7 +160,7 @@ def continue_run(record: RunRecord, resolved: Resolved, parameters: ParameterSet
             + "\nGive the same values, mark the parameter resumable, accept the change with --force, or start a new run."
         )
     notes = [f"changed on resume: {line}" for line in changed + differing]
-    return Beginning(record, is_finished=record.has_ended and not notes, notes=notes)
+    return RunStart(record, is_finished=record.has_ended and not notes, notes=notes)
 
 
 def restorer_for(folder: Path, which: Path | None) -> Callable[[Any], Mapping[str, object] | None]:

@@ -44,12 +44,12 @@ class AgreedStart:
 
     folder: Path
     resolved: Resolved
-    beginning: resume.Beginning
+    beginning: resume.RunStart
     problem: Exception | None = None
 
 
 @dataclass
-class Ending:
+class RunOutcome:
     """How the main function ended."""
 
     result: Any = None
@@ -191,11 +191,11 @@ def _agree_on_start(
     """Choose and lock the folder on rank 0, and broadcast the decision."""
     from drivetrain.runtime.collectives import broadcast_from_master
 
-    start, lock = AgreedStart(Path(), resolved, resume.Beginning()), None
+    start, lock = AgreedStart(Path(), resolved, resume.RunStart()), None
     if _rank() == 0:
         try:
             if folder is None:
-                start.beginning = resume.choose_beginning(
+                start.beginning = resume.choose_run_start(
                     experiment, resolved, force=force, restarted=_num_restarts() > 0
                 )
             elif is_run(folder):
@@ -331,11 +331,11 @@ def _devices(values: Settings) -> list[str]:
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
-def _live(experiment: "Experiment", run: ExperimentRun) -> Ending:
+def _live(experiment: "Experiment", run: ExperimentRun) -> RunOutcome:
     """Seed, call hooks and main, and end everything that belongs to the run."""
     from drivetrain.runtime.seeds import set_deterministic, set_seed
 
-    ending = Ending()
+    ending = RunOutcome()
     try:
         set_deterministic(run.params["deterministic"])
         set_seed(run.seed)
@@ -343,7 +343,7 @@ def _live(experiment: "Experiment", run: ExperimentRun) -> Ending:
         app.before_experiment(experiment, run.params)
         ending.result = experiment.signature.call(run.params, run.origins)
     except BaseException as error:
-        ending = _ending_of(error, run)
+        ending = _outcome_of_main(error, run)
     problems: list[BaseException | None] = [run.end()]
     endings: list[Callable[[], object]] = [
         getattr(run.recorder, "close", lambda: None),
@@ -358,7 +358,7 @@ def _live(experiment: "Experiment", run: ExperimentRun) -> Ending:
             problems.append(error)
     first = next((entry for entry in problems if entry is not None), None)
     if first is not None and ending.error is None:
-        ending = _ending_of(first, run)
+        ending = _outcome_of_main(first, run)
     if ending.state == "failed":
         # Python prints the traceback on the console; the log keeps it as well.
         logger.error("%s: failed", experiment.name, exc_info=ending.error, extra={"file_only": True})
@@ -367,16 +367,16 @@ def _live(experiment: "Experiment", run: ExperimentRun) -> Ending:
     return ending
 
 
-def _ending_of(error: BaseException, run: ExperimentRun) -> Ending:
+def _outcome_of_main(error: BaseException, run: ExperimentRun) -> RunOutcome:
     if isinstance(error, SystemExit) and error.code in (0, None):
-        return Ending()
+        return RunOutcome()
     if isinstance(error, TrialPruned):
-        return Ending(error=error)
+        return RunOutcome(error=error)
     if isinstance(error, KeyboardInterrupt):
-        return Ending(error=error, state="interrupted", exit_code=128 + signal.SIGINT)
+        return RunOutcome(error=error, state="interrupted", exit_code=128 + signal.SIGINT)
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     stopped = run.interrupted or code in processes.STOP_STATUSES
-    return Ending(error=error, state="interrupted" if stopped else "failed", exit_code=code)
+    return RunOutcome(error=error, state="interrupted" if stopped else "failed", exit_code=code)
 
 
 def bind_proxies(experiment: "Experiment", run: ExperimentRun) -> None:

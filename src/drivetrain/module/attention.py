@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from drivetrain.core.errors import ConfigError, ConfigTypeError
-from drivetrain.module.wrapping import GeneratedClass, add_mixin, written_class
+from drivetrain.module.wrapping import GeneratedClass, add_mixin, user_class
 
 ATTRIBUTE = "attention_bias"
 """Under which name an attention layer holds its bias."""
@@ -97,7 +97,7 @@ def unused_biases(model: nn.Module) -> list[str]:
 
 
 def _adapter_of(module: nn.Module) -> AttentionAdapter | None:
-    cls = written_class(module)
+    cls = user_class(module)
     return next((_by_class[key] for key in (*cls.__mro__, cls.__name__) if key in _by_class), None)
 
 

@@ -22,7 +22,7 @@ from drivetrain.module.families import (
     num_matrices,
     runs_one_after_another,
 )
-from drivetrain.module.wrapping import parameter_places, unwrap, written_class
+from drivetrain.module.wrapping import parameter_places, unwrap, user_class
 
 _GO_DOWN_SHARE = 0.25  # a member with more of the model than this is opened if it consists of blocks
 _MIN_COVERAGE = 0.5  # families (or, inside a member, its families) must hold at least this much
@@ -82,7 +82,7 @@ def find_blocks(model: nn.Module, sample: object = None) -> list[BlockGroup]:
     if covered < _MIN_COVERAGE * sizes.total:
         families += _leftover_units(root, families, sizes, missing=_MIN_COVERAGE * sizes.total - covered)
     if not families:
-        families = [Family(cls=written_class(root), names=("",), members=(root,), owner=root)]
+        families = [Family(cls=user_class(root), names=("",), members=(root,), owner=root)]
     order = {module: index for index, module in enumerate(root.modules())}
     families.sort(key=lambda family: order[family.members[0]])
     return [_as_group(family, sizes) for family in families]
@@ -104,7 +104,7 @@ def select_modules(model: nn.Module, what: object, *, where: str = "blocks") -> 
         found = {name: module for name, module in root.named_modules() if name and _matches(item, name, module)}
         if not found:
             classes = dict.fromkeys(group.cls.__name__ for group in find_blocks(root))
-            others = dict.fromkeys(written_class(module).__name__ for module in root.modules() if module is not root)
+            others = dict.fromkeys(user_class(module).__name__ for module in root.modules() if module is not root)
             shown = item if isinstance(item, str) else getattr(item, "__name__", repr(item))
             raise ConfigError(
                 unknown_name("module class or name", shown, [*classes, *others], where=where)
@@ -120,7 +120,7 @@ def _matches(item: object, name: str, module: nn.Module) -> bool:
         return isinstance(module, item)
     if isinstance(item, nn.Module):
         return module is item
-    return written_class(module).__name__ == item or fnmatch.fnmatchcase(name, str(item))
+    return user_class(module).__name__ == item or fnmatch.fnmatchcase(name, str(item))
 
 
 class _Sizes:
@@ -164,7 +164,7 @@ def _across_stages(parts: list[Family], outer: Family, taken: set[nn.Module]) ->
     cls, found = parts[0].cls, dict[nn.Module, str]()
     for prefix, stage in zip(outer.names, outer.members):
         here = {module: known[module] for module in stage.modules() if module in known}
-        alike = ((f"{prefix}.{name}", m) for name, m in stage.named_modules() if written_class(m) is cls)
+        alike = ((f"{prefix}.{name}", m) for name, m in stage.named_modules() if user_class(m) is cls)
         lone = next(((name, module) for name, module in alike if module not in taken), None)
         if here:
             found |= here
@@ -205,7 +205,7 @@ def _leftover_units(root: nn.Module, families: list[Family], sizes: _Sizes, miss
         if missing <= 0 and families:
             break
         missing -= sizes.own(module)
-        chosen.append(Family(cls=written_class(module), names=(name,), members=(module,), owner=module))
+        chosen.append(Family(cls=user_class(module), names=(name,), members=(module,), owner=module))
     return chosen
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from drivetrain.core.arguments import check_choice, check_count
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.blocks import repeated_blocks, select_modules
-from drivetrain.module.wrapping import GeneratedClass, add_mixin, written_class
+from drivetrain.module.wrapping import GeneratedClass, add_mixin, user_class
 
 Mode = Literal["full", "selective", "offload"]
 # Keys and values remembered for generation. A second pass would append to them again, and training has no use for them.
@@ -39,7 +39,7 @@ class Checkpointed(GeneratedClass):
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
         if norms := tracking_norms(self):  # type: ignore[arg-type]
-            run = _CountedOnce(run, norms)
+            run = _FrozenStatsOnRecompute(run, norms)
         kwargs |= {name: None for name in CACHE_ARGUMENTS if kwargs.get(name) is not None}
         args = tuple(None if index in self._cache_positions else value for index, value in enumerate(args))
         inputs = (*args, *kwargs.values())
@@ -73,7 +73,7 @@ def tracking_norms(module: nn.Module) -> list[nn.modules.batchnorm._NormBase]:
     return [norm for norm in norms if norm.training and norm.track_running_stats and norm.running_mean is not None]
 
 
-class _CountedOnce:
+class _FrozenStatsOnRecompute:
     """Runs a block whose batch norms update their running statistics in the first pass only, not when it is computed again."""
 
     def __init__(self, run: Callable[..., object], norms: list[nn.modules.batchnorm._NormBase]):
@@ -125,7 +125,7 @@ def checkpoint_blocks(
     chosen = found[::every][:max_modules]
     for _, block in chosen:
         # The places of remembered keys and values among the positional arguments.
-        names = list(inspect.signature(written_class(block).forward).parameters)[1:]
+        names = list(inspect.signature(user_class(block).forward).parameters)[1:]
         caches = tuple(index for index, name in enumerate(names) if name in CACHE_ARGUMENTS)
         add_mixin(block, Checkpointed, _checkpoint_mode=mode, _checkpoint_reentrant=reentrant, _cache_positions=caches)
     return [name for name, _ in chosen]

@@ -34,7 +34,7 @@ def compile_module(model: nn.Module, scope: Scope = "auto", **torch_compile_kwar
     if not blocks:
         _compile_in_place(model, **torch_compile_kwargs)
         return model
-    _make_room_for(blocks)
+    _raise_recompile_limit(blocks)
     for _, block in blocks:
         _compile_in_place(block, **torch_compile_kwargs)
     return model
@@ -170,7 +170,7 @@ def set_recompile_limit(n: int) -> int:
     return old
 
 
-def _make_room_for(blocks: list[tuple[str, nn.Module]]) -> None:
+def _raise_recompile_limit(blocks: list[tuple[str, nn.Module]]) -> None:
     """Raise the limit to two compilations (training and evaluation) for each kind of block, with the default as reserve."""
     import torch._dynamo
 

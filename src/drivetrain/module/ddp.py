@@ -117,12 +117,12 @@ def wrap_ddp(model: nn.Module, device: torch.device | str | None = None, **kw: o
     wrapped = TransparentDDP(model, **settings)
     is_exact = all(device.type == "cpu" for device in devices) or torch.are_deterministic_algorithms_enabled()
     if is_exact and isinstance(wrapped, DistributedDataParallel):  # a simulated world has a stand-in
-        _settle_buckets(wrapped)
+        _build_ddp_buckets(wrapped)
     wrapped.__dict__["_wrap_settings"] = dict(kw)
     return wrapped
 
 
-def _settle_buckets(wrapped: DistributedDataParallel) -> None:
+def _build_ddp_buckets(wrapped: DistributedDataParallel) -> None:
     """Lay DDP's buckets out once, before the first step, in the order in which most backward passes end: last parameters first.
 
     DDP lays them out again after the first backward pass it sees, and with more than two ranks the place of a gradient in its bucket

@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from drivetrain.module.probing import call_on_fake_tensors
-from drivetrain.module.wrapping import written_class
+from drivetrain.module.wrapping import user_class
 
 _PLAIN = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _NUMBERED = re.compile(r"^(.*?)(\d+)$")
@@ -40,7 +40,7 @@ class Family:
 
 def is_plain_container(module: nn.Module) -> bool:
     """Return whether a module only holds others: torch's own ModuleList, Sequential or ModuleDict, not a subclass."""
-    return written_class(module) in _PLAIN
+    return user_class(module) in _PLAIN
 
 
 def find_families(root: nn.Module, prefix: str = "") -> list[Family]:
@@ -58,7 +58,7 @@ def _search(module: nn.Module, name: str, owner: nn.Module, seen: set[nn.Module]
     for row, is_chain in _rows(module, name):
         by_class: dict[type[nn.Module], dict[nn.Module, str]] = {}
         for child_name, child in row:
-            by_class.setdefault(written_class(child), {}).setdefault(child, child_name)
+            by_class.setdefault(user_class(child), {}).setdefault(child, child_name)
         for cls, children in by_class.items():
             if len(children) > 1 and not _is_layer(children):
                 names, members = tuple(children.values()), tuple(children)
@@ -118,7 +118,7 @@ def _is_layer(modules: dict[nn.Module, str]) -> bool:
     matrices = max(num_matrices(module) for module in modules)
     if first._modules.keys() - {"parametrizations"}:
         return matrices == 0
-    return written_class(first).__module__.startswith("torch.") or matrices < 2
+    return user_class(first).__module__.startswith("torch.") or matrices < 2
 
 
 def runs_one_after_another(family: Family, fake_run: "FakeRun | None" = None) -> bool:

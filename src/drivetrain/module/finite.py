@@ -139,7 +139,7 @@ def _values(tensor: Tensor) -> Tensor:
 class StepGuard:
     """Skips updates that are not finite and batches that a plugin rejects, and counts consecutive ones.
 
-    The loop calls `open` before the first forward pass of an update, `seed` or `mark` for each loss, `admits` before the optimizer's
+    The loop calls `open` before the first forward pass of an update, `seed` or `mark` for each loss, `should_step` before the optimizer's
     step and `close` after it. All ranks get the same answers at the same step.
     """
 
@@ -149,7 +149,7 @@ class StepGuard:
         """Skipped updates: since the last applied one, and in the whole run. On an accelerator the counts lag by two updates."""
         self.is_active = False
         """Whether updates are tested; False until `prepare`."""
-        self.to_pass_over = 0
+        self.batches_to_skip = 0
         """Batches that the loop still has to pass over after a rollback."""
         self.is_immediate = True
         """Whether an admitted update needs no `close`: its verdict was read at once, or nothing is tested."""
@@ -168,10 +168,10 @@ class StepGuard:
         self._statistics: list[Tensor] = []
         self._copies: deque[list[Tensor]] = deque(maxlen=3)
 
-    def prepare(self, optimizer: Any, model: object, *, is_exchanged: bool, is_judged_elsewhere: bool) -> None:
-        """Read the optimizer and model of a run. `is_judged_elsewhere`: a gradient scaler, or units of an `OptimSet`, test."""
+    def prepare(self, optimizer: Any, model: object, *, is_exchanged: bool, is_tested_elsewhere: bool) -> None:
+        """Read the optimizer and model of a run. `is_tested_elsewhere`: a gradient scaler, or units of an `OptimSet`, test."""
         self.is_active = True
-        self._optimizer, self._is_exchanged, self._is_judged_elsewhere = optimizer, is_exchanged, is_judged_elsewhere
+        self._optimizer, self._is_exchanged, self._is_judged_elsewhere = optimizer, is_exchanged, is_tested_elsewhere
         self._is_large = sum(p.numel() for group in optimizer.param_groups for p in group["params"]) >= _LARGE
         modules = model.modules() if isinstance(model, nn.Module) else ()
         norms = [module for module in modules if isinstance(module, nn.modules.batchnorm._NormBase)]
@@ -179,7 +179,7 @@ class StepGuard:
         self._copies.clear()
         self.has_statistics = bool(self._statistics)
         on_cpu = all(p.is_cpu for group in optimizer.param_groups for p in group["params"])
-        self.is_immediate = on_cpu and not is_exchanged and not is_judged_elsewhere
+        self.is_immediate = on_cpu and not is_exchanged and not is_tested_elsewhere
 
     def open(self) -> None:
         """Save the running statistics, so that a skipped batch can be removed from them."""
@@ -207,7 +207,7 @@ class StepGuard:
         else:
             self._rejected = torch.maximum(_number(self._rejected, flag), _number(flag, self._rejected))
 
-    def admits(self, norm: Tensor | None = None, loss: Tensor | None = None) -> bool:
+    def should_step(self, norm: Tensor | None = None, loss: Tensor | None = None) -> bool:
         """Return whether the optimizer should step. Tests the gradients, or their norm if it is known, and a loss that was not marked.
 
         A fused optimizer on an accelerator always steps: it finds the flag on itself until `close`.
@@ -225,7 +225,7 @@ class StepGuard:
                 return True
         first = gradients[0] if gradients else groups[0]["params"][0]
         if first.is_cpu and not self._is_exchanged:
-            bad = self._reads_nonfinite(gradients)
+            bad = self._any_gradient_nonfinite(gradients)
             if not bad and self._rejected is False:
                 self.in_a_row = 0
                 return True
@@ -272,18 +272,18 @@ class StepGuard:
         """Return the counts. This waits for outcomes that are not known yet."""
         for _, verdict in self._late.drain():
             self._count(int(verdict), self._copies[0] if self._copies else None)
-        return {"in_a_row": self.in_a_row, "total": self.total, "to_pass_over": self.to_pass_over}
+        return {"in_a_row": self.in_a_row, "total": self.total, "to_pass_over": self.batches_to_skip}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restore the counts."""
         self.in_a_row, self.total = state["in_a_row"], state["total"]
-        self.to_pass_over = state["to_pass_over"]
+        self.batches_to_skip = state["to_pass_over"]
 
     def _exchanged(self, flag: Tensor) -> Tensor:
         """Set the flag on all ranks where it is set on any."""
         return on_any_rank(flag) if self._is_exchanged else flag
 
-    def _reads_nonfinite(self, gradients: list[Tensor]) -> bool:
+    def _any_gradient_nonfinite(self, gradients: list[Tensor]) -> bool:
         if self._is_large:
             return bool(nonfinite_names([("", gradient) for gradient in gradients]))
         try:

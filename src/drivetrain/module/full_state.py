@@ -52,7 +52,7 @@ def full_state_dict(model: nn.Module, *, prefix: str = "") -> StateDict:
 
 
 def gather_on_request(model: nn.Module) -> None:
-    """Make `state_dict()` and `save_pretrained()` of a sharded model return the full weights, until `give_parts_again`."""
+    """Make `state_dict()` and `save_pretrained()` of a sharded model return the full weights, until `restore_sharded_state_dict`."""
     module = unwrap(model)
     if not any(is_dtensor(parameter) for parameter in module.parameters()):
         return
@@ -61,7 +61,7 @@ def gather_on_request(model: nn.Module) -> None:
         module.__dict__["save_pretrained"] = partial(_save_pretrained, module)
 
 
-def give_parts_again(model: nn.Module) -> None:
+def restore_sharded_state_dict(model: nn.Module) -> None:
     """Undo `gather_on_request`."""
     for name in ("state_dict", "save_pretrained"):
         unwrap(model).__dict__.pop(name, None)

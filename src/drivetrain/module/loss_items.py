@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from drivetrain.module.accumulation import Count
-from drivetrain.module.probing import buffers_copied, tensors_in
+from drivetrain.module.probing import tensors_in, use_copied_buffers
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 
 Kind = Literal["samples", "labels", "elements", "sum", "unknown"]
@@ -333,7 +333,7 @@ def follow_loss(model: nn.Module, batch: object, rows: int, compute: Callable[[]
     """Follow the loss that `compute` returns for a batch, without lasting changes; code that fails gives nothing to follow."""
     watch, generators = LossWatch(batch, rows), capture_rng()
     try:
-        with torch.no_grad(), buffers_copied(model), watch:
+        with torch.no_grad(), use_copied_buffers(model), watch:
             loss = compute()
         return watch.items_of(loss), watch.factors
     except Exception:  # whatever a model raises here, it raises again in the first step, where it can be seen

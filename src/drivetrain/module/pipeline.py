@@ -63,7 +63,7 @@ def split_model(
     opened = {model, *map(model.get_submodule, paths)}
     graph = trace_chain(model, opened, given)
     _follow_mode(model, opened, graph, given)
-    _free_from_values(model, graph)
+    _replace_shape_only_values(model, graph)
     nodes = list(graph.nodes)
     places = _places(model, nodes, names, are_given=not isinstance(split, str))
     if isinstance(split, str):
@@ -118,7 +118,7 @@ def _steps_of(model: nn.Module, graph: fx.Graph) -> list[tuple[object, ...]]:
     ]
 
 
-def _free_from_values(model: nn.Module, graph: fx.Graph) -> None:
+def _replace_shape_only_values(model: nn.Module, graph: fx.Graph) -> None:
     """Replace values of which a step uses only type and shape, as rotary embeddings do, by zeros that any stage can make."""
     inputs = [node for node in graph.nodes if node.op == "placeholder" and _sizes(node)]
     for node in list(graph.nodes):
@@ -275,7 +275,7 @@ def _work(model: nn.Module, node: fx.Node) -> float:
 
 def _cut(model: nn.Module, nodes: list[fx.Node], cuts: list[int]) -> Split:
     stage_of = {node: sum(cut <= index for cut in cuts) for index, node in enumerate(nodes)}
-    again = _made_again(model, nodes)
+    again = _recomputable_values(model, nodes)
     wanted = [node for node in nodes if node.op == "output"]
     pieces: list[tuple[list[fx.Node], list[fx.Node], list[fx.Node]]] = []
     for stage in reversed(range(len(cuts) + 1)):
@@ -331,7 +331,7 @@ def _needed(wanted: list[fx.Node], is_received: Callable[[fx.Node], bool]) -> tu
     return inside, received
 
 
-def _made_again(model: nn.Module, nodes: list[fx.Node]) -> set[fx.Node]:
+def _recomputable_values(model: nn.Module, nodes: list[fx.Node]) -> set[fx.Node]:
     """Return the values that any stage makes for itself: of inputs and buffers alone, or sizes of what it receives."""
     result: set[fx.Node] = set()
     for node in nodes:

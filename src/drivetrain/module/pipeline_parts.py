@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from drivetrain.module.accumulation import Count, as_factor
 from drivetrain.module.loss_items import without_empty
-from drivetrain.module.probing import buffers_copied
+from drivetrain.module.probing import use_copied_buffers
 
 RUNNING: ContextVar["StagePart"] = ContextVar("RUNNING")
 """The stage whose graph runs."""
@@ -26,7 +26,7 @@ def in_mode(function: str, *args: object, **kwargs: object) -> Tensor:
     return getattr(nn.functional, function)(*args, **kwargs, training=RUNNING.get().training)
 
 
-class Elsewhere(nn.Module):
+class RemoteModule(nn.Module):
     """Replaces a module that another stage holds. It has no parameters."""
 
 
@@ -68,7 +68,7 @@ class StagePart(nn.Module):
         for tensor in received:
             if tensor.requires_grad:  # its gradient is sent to another rank as it is
                 tensor.register_hook(Tensor.contiguous)
-        with buffers_copied(self) if call.is_probing else nullcontext():
+        with use_copied_buffers(self) if call.is_probing else nullcontext():
             output = self._steps(received, call.unflatten_inputs(inputs))
         return call.flatten_output(output)
 
@@ -138,7 +138,7 @@ def is_batched(leaf: object) -> bool:
 
 
 def mount(root: nn.Module, model: nn.Module, targets: Set[str]) -> None:
-    """Register the named modules and tensors of a model in `root`; other members of their containers become `Elsewhere`."""
+    """Register the named modules and tensors of a model in `root`; other members of their containers become `RemoteModule`."""
 
     def visit(here: nn.Module, there: nn.Module, prefix: str) -> None:
         for name, tensor in there._parameters.items():
@@ -161,7 +161,7 @@ def mount(root: nn.Module, model: nn.Module, targets: Set[str]) -> None:
                 here.register_module(name, holder)
                 visit(holder, child, path + ".")
             else:
-                here.register_module(name, Elsewhere())
+                here.register_module(name, RemoteModule())
         here.training = there.training
 
     visit(root, model, "")
@@ -194,7 +194,7 @@ class LossWeights(Protocol):
         return 1
 
 
-class BySamples(LossWeights):
+class EqualSampleWeights(LossWeights):
     """Every sample counts the same."""
 
 
@@ -210,10 +210,12 @@ def sum_over(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup, dev
     else:
         dist.send(held, group=group, group_dst=first)
     tensor.copy_(held)
-    take_from_first(tensor, ranks, group, device)
+    broadcast_from_first_stage(tensor, ranks, group, device)
 
 
-def take_from_first(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
+def broadcast_from_first_stage(
+    tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device
+) -> None:
     """Copy the tensor of the first of some pipeline ranks to the others."""
     held = tensor.to(device).contiguous()
     if dist.get_rank(group) == ranks[0]:

@@ -23,15 +23,15 @@ from drivetrain.module.distributed_tensors import is_dtensor, local_part
 from drivetrain.module.loss_items import without_empty
 from drivetrain.module.pipeline import Split
 from drivetrain.module.pipeline_parts import (
-    BySamples,
+    EqualSampleWeights,
     FlatCall,
     LossWeights,
+    broadcast_from_first_stage,
     is_batched,
     mount,
     sum_over,
-    take_from_first,
 )
-from drivetrain.module.probing import buffers_copied
+from drivetrain.module.probing import use_copied_buffers
 from drivetrain.module.wrapping import is_fully_sharded, unwrap
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.seeds import capture_rng, restore_rng
@@ -92,7 +92,7 @@ class PipelinedModel(nn.Module):
         self._runs: dict[object, _ScheduleRun] = {}
         self._full_size = 0
         mount(self, model, {name for index in own for name in split.parts[index].targets})
-        self.connect(None, BySamples())
+        self.connect(None, EqualSampleWeights())
 
     @property
     def num_stages(self) -> int:
@@ -123,7 +123,7 @@ class PipelinedModel(nn.Module):
                     self.get_submodule(holder)._parameters[last] = source[last]
         self._runs.clear()
         for parameter, ranks in self.tied_parameters():  # each stage may have made its own
-            take_from_first(local_part(parameter.detach()), ranks, self.group, self.device)
+            broadcast_from_first_stage(local_part(parameter.detach()), ranks, self.group, self.device)
 
     def tied_parameters(self) -> list[tuple[nn.Parameter, list[int]]]:
         """Return the parameters of this rank that others hold too, with the pipeline ranks that do, in the same order on all."""
@@ -179,9 +179,9 @@ class PipelinedModel(nn.Module):
         with torch.no_grad():
             loss = loss_func(inputs, outputs) if self.is_last else torch.zeros((), device=self.device)
             loss = loss[0] if isinstance(loss, list | tuple) else loss
-        return self._everywhere(loss, self._weights.items_of(inputs))
+        return self._reduce_over_last_stages(loss, self._weights.items_of(inputs))
 
-    def _everywhere(self, loss: Tensor, items: Count | None) -> Tensor:
+    def _reduce_over_last_stages(self, loss: Tensor, items: Count | None) -> Tensor:
         """Return the mean over the global batch, or the sum, of what the ranks of the last stages hold."""
         total = torch.zeros(2, dtype=torch.float64 if self.device.type != "mps" else torch.float32, device=self.device)
         if self.is_last:
@@ -231,7 +231,7 @@ class PipelinedModel(nn.Module):
         return max(m for m in range(1, self.microbatches + 1) if rows % m == 0)
 
 
-def release_others(model: nn.Module, pipeline: PipelinedModel) -> None:
+def free_other_stages(model: nn.Module, pipeline: PipelinedModel) -> None:
     """Free the parameters of a model that are in no stage of this rank: they become tensors without memory."""
     kept = {id(parameter) for parameter in pipeline.parameters()}
     held = {id(module) for part in pipeline.parts for module in part.modules()}
@@ -299,7 +299,7 @@ class _ScheduleRun:
         items, self._shares = self._shares_of(batch)
         factor = pipeline._weights.gradient_weight(items)
         self._weights = [factor * share for share in self._shares]
-        kept = self._put_gradients_aside()
+        kept = self._stash_gradients()
         step(target=torch.arange(self.chunks), losses=[])
         with torch.no_grad():
             for parameter, grad in kept:
@@ -339,7 +339,7 @@ class _ScheduleRun:
             first, *rest = (self._values[place].float() * share for place, share in enumerate(self._shares))
             loss = sum(rest, first)
         self._batch, self._values, self._is_first = None, {}, False
-        return pipeline._everywhere(loss, items).requires_grad_()
+        return pipeline._reduce_over_last_stages(loss, items).requires_grad_()
 
     # Before the first step of a shape.
 
@@ -377,7 +377,7 @@ class _ScheduleRun:
         unwrap(part).begin(call)  # type: ignore[operator]
         # The backward of shards would begin to reduce gradients, which is left to the schedule.
         has_backward = self.is_training and not is_fully_sharded(part)
-        with torch.set_grad_enabled(has_backward), buffers_copied(part), _gradients_kept(part):
+        with torch.set_grad_enabled(has_backward), use_copied_buffers(part), _gradients_kept(part):
             for tensor in received:
                 tensor.requires_grad_(has_backward and (tensor.is_floating_point() or tensor.is_complex()))
             output = part(*received, **call.batched)
@@ -396,7 +396,7 @@ class _ScheduleRun:
                 torch.autograd.backward(ends, [torch.ones_like(tensor) for tensor in ends])
         return [(list(tensor.shape), tensor.dtype) for tensor in output]
 
-    def _put_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
+    def _stash_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Take the gradients of sharded stages, which the first step of a shape clears when it finds out what stages exchange."""
         if not (self._is_first and any(map(is_fully_sharded, self.pipeline.parts))):
             return []

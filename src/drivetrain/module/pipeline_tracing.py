@@ -21,7 +21,7 @@ from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.module.probing import attributes_set, buffers_copied, first_line, on_fake_tensors
+from drivetrain.module.probing import attributes_set, first_line, on_fake_tensors, use_copied_buffers
 
 VALUE, FLOPS = "value", "flops"
 _FACTORIES = (
@@ -56,7 +56,7 @@ def _trace(
     state = torch.get_rng_state()
     try:
         # A batch norm would count the fake batch, and remembered keys belong to whole models.
-        with _factories_traced(tracer), buffers_copied(model), on_fake_tensors(model):
+        with _factories_traced(tracer), use_copied_buffers(model), on_fake_tensors(model):
             graph = tracer.trace(model, concrete_args=constants or None)
             for path, module in model.named_modules():
                 for name, buffer in module._buffers.items():

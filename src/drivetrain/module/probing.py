@@ -118,7 +118,7 @@ def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0][:160].rstrip(".")
 
 
-def in_evaluation(module: nn.Module) -> AbstractContextManager[None]:
+def eval_mode(module: nn.Module) -> AbstractContextManager[None]:
     """Set evaluation mode inside a context."""
     return attributes_set((child, "training", False) for child in module.modules())
 
@@ -137,7 +137,7 @@ def floats_in(value: object) -> list[Tensor]:
 
 
 @contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
+def restore_buffers_after(model: nn.Module) -> Iterator[None]:
     """Restore buffers afterwards, in place, because compiled code knows their addresses. The host waits for the device at the end."""
     kept = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
     try:
@@ -151,7 +151,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def buffers_copied(model: nn.Module) -> Iterator[None]:
+def use_copied_buffers(model: nn.Module) -> Iterator[None]:
     """Use copies of a model's buffers inside a context. The originals are not written, so a backward pass that needs them can follow."""
     held = [(child, name, buffer) for child in model.modules() for name, buffer in child._buffers.items()]
     for child, name, buffer in held:

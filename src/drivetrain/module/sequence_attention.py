@@ -40,7 +40,7 @@ class SequenceAttention:
         if self.ring is not None:
             if self.notes is not None:
                 whole = {name: gather_sequence(call[name], 2, self.group) for name in ("query", "key", "value")}
-                self.notes.note_whole({**call, **whole})
+                self.notes.record_full_call({**call, **whole})
             return self.ring(call)
         heads = query.shape[1]
         check_heads(heads, self.size)

@@ -27,7 +27,7 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.module.attention import AttentionCalls
 from drivetrain.module.blocks import find_blocks
 from drivetrain.module.checkpointing import CACHE_ARGUMENTS
-from drivetrain.module.probing import floats_in, in_evaluation
+from drivetrain.module.probing import eval_mode, floats_in
 from drivetrain.module.sequence_attention import (
     RingAttention,
     SequenceAttention,
@@ -36,7 +36,7 @@ from drivetrain.module.sequence_attention import (
     open_multihead,
     with_shared_heads,
 )
-from drivetrain.module.wrapping import GeneratedClass, add_mixin, written_class
+from drivetrain.module.wrapping import GeneratedClass, add_mixin, user_class
 from drivetrain.runtime.collectives import agree_any
 
 Mode = Literal["whole", "chain", "single"]
@@ -55,7 +55,7 @@ class Fingerprints:
         self.shapes: list[tuple[tuple[int, ...], bool, bool]] = []
         self.dtype: torch.dtype = torch.float32
 
-    def note_whole(self, call: dict[str, Any]) -> None:
+    def record_full_call(self, call: dict[str, Any]) -> None:
         """Record a call that has the whole sequence and all heads."""
         query = call["query"]
         if query.ndim != 4 or call["key"].shape[-2] != query.shape[-2]:
@@ -98,10 +98,10 @@ class SequenceSplit:
         local = x.shape[dim] // self.size
         return x.narrow(dim, self.rank * local, local)
 
-    def attend_and_note(self, call: dict[str, Any]) -> Tensor:
+    def attend_and_record(self, call: dict[str, Any]) -> Tensor:
         """Attend as usual and note the call."""
         assert self.notes is not None
-        self.notes.note_whole(call)
+        self.notes.record_full_call(call)
         return torch.nn.functional.scaled_dot_product_attention(**call)
 
 
@@ -170,10 +170,10 @@ class SequenceBlock(GeneratedClass):
         if split.mode == "whole":
             if split.notes is None:
                 return run(*args, **kwargs)
-            with AttentionCalls(split.attend_and_note):
+            with AttentionCalls(split.attend_and_record):
                 return run(*args, **kwargs)
         names, values = _named(self, args, kwargs)  # type: ignore[arg-type]
-        stream = _stream(values, split.seq_dim, written_class(self))  # type: ignore[arg-type]
+        stream = _stream(values, split.seq_dim, user_class(self))  # type: ignore[arg-type]
         is_first, is_last = self._sequence_place
         comes_whole, leaves_whole = split.mode == "single" or is_first, split.mode == "single" or is_last
         length = values[stream].shape[split.seq_dim] * (1 if comes_whole else split.size)
@@ -233,7 +233,7 @@ def _sequence_dim(split: SequenceSplit, length: int, rows: int, name: str, value
 
 def _named(block: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[list[str], list[Any]]:
     """Return the names and values of all arguments, positional ones first."""
-    parameters = inspect.signature(written_class(block).forward).parameters.values()
+    parameters = inspect.signature(user_class(block).forward).parameters.values()
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
     names = positional[: len(args)] + [""] * (len(args) - len(positional))
     return [*names, *kwargs], [*args, *kwargs.values()]
@@ -287,7 +287,7 @@ def _check(
     size, rank = (1, 0) if split.ring is not None else (split.size, split.rank)
     reasons = []
     try:
-        with torch.no_grad(), forked, in_evaluation(model):
+        with torch.no_grad(), forked, eval_mode(model):
             split.mode, split.notes = "whole", Fingerprints(size, rank)
             expected, whole = run(*args, **kwargs), split.notes
             if is_inference and any(length % split.size for length in whole.lengths()):
@@ -307,7 +307,7 @@ def _check(
     finally:
         split.mode, split.notes = "whole", None
     raise ConfigError(
-        f"sequence_parallel: {written_class(model).__name__} computes different results on parts of the sequence: {reasons[-1]}. Compute "
+        f"sequence_parallel: {user_class(model).__name__} computes different results on parts of the sequence: {reasons[-1]}. Compute "
         "positions and masks outside the blocks and pass them in, split the batch yourself with batch_sp_processing_fn, or give the model "
         "a set_sp(sp_size, sp_rank, sp_group) method."
     )

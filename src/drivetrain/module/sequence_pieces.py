@@ -44,11 +44,13 @@ class Pieces:
         return DTensor.from_local(x, self.mesh, _LAYOUTS[is_piece], run_check=False)
 
 
-def run_on_pieces(model: nn.Module, mesh: DeviceMesh, plan: PiecePlan, *, joins_each: bool = False) -> None:
+def run_on_pieces(
+    model: nn.Module, mesh: DeviceMesh, plan: PiecePlan, *, gather_after_each_block: bool = False
+) -> None:
     """Let the blocks of a model whose layers are split run on pieces, in place.
 
-    Row-wise layers among the closers must return sums that are not added up yet. `joins_each` makes the stream whole after every block, for
-    code between blocks that must see ordinary tensors.
+    Row-wise layers among the closers must return sums that are not added up yet. `gather_after_each_block` makes the stream whole
+    after every block, for code between blocks that must see ordinary tensors.
     """
     pieces = Pieces(mesh)
     modules = dict(model.named_modules())
@@ -62,7 +64,7 @@ def run_on_pieces(model: nn.Module, mesh: DeviceMesh, plan: PiecePlan, *, joins_
         modules[name].__dict__[_KEY] = pieces
         modules[name].register_forward_hook(_close)
     for name, is_last in plan.blocks.items():
-        add_mixin(modules[name], PieceBlock, _pieces=pieces, _joins=is_last or joins_each)
+        add_mixin(modules[name], PieceBlock, _pieces=pieces, _joins=is_last or gather_after_each_block)
 
 
 class PieceBlock(GeneratedClass):

@@ -20,8 +20,8 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.module.blocks import find_blocks
 from drivetrain.module.probing import LENGTH, first_line, floats_in, tensors_in
 from drivetrain.module.tensor_parallel import is_splittable
-from drivetrain.module.tensor_trials import BlockTrial, agree, inputs_of_blocks, structure_of, trying
-from drivetrain.module.wrapping import written_class
+from drivetrain.module.tensor_trials import BlockTrial, agree, inputs_of_blocks, isolated_trial, structure_of
+from drivetrain.module.wrapping import user_class
 
 _PIECE, _LABEL = "_is_piece", "_label"  # set on tensors: whether they are pieces; which module they come from
 
@@ -70,27 +70,27 @@ def _try_block(
 ) -> tuple[set[str], set[str]]:
     """Return the norms and closers of a block, by their names inside it."""
     reason = ""
-    with trying(block):
+    with isolated_trial(block):
         for by_layer in (True, False):
             trial = _PiecesTrial(block, given, length, styles, by_layer)
             try:
                 trial.run(size)
-            except _CannotRun as error:
+            except _BlockNotSplittableError as error:
                 reason = reason or str(error)
             else:
                 return trial.norms, trial.closers
     raise ConfigError(
-        f"tensor_parallel: sequence_parallel=True cannot run {name} ({written_class(block).__name__}) on pieces of the sequence: {reason}. "
+        f"tensor_parallel: sequence_parallel=True cannot run {name} ({user_class(block).__name__}) on pieces of the sequence: {reason}. "
         "It supports pre-norm blocks: norms before split layers, results added to the residual stream. Remove sequence_parallel=True, or "
         "use the method sequence_parallel, which has its own axis."
     )
 
 
-class _CannotRun(Exception):
+class _BlockNotSplittableError(Exception):
     """Why a block does not compute the same on pieces."""
 
 
-class _Mixed(Exception):
+class _MixedOperandsError(Exception):
     """A whole tensor met a piece; the module it comes from should return pieces."""
 
 
@@ -111,37 +111,47 @@ class _PiecesTrial(BlockTrial):
         """Try all ranks; a reason against it is raised."""
         for name, style in self.styles.items():
             if not isinstance(style, str) or style in ("sequence", "vocabulary"):
-                raise _CannotRun(f"the plan gives {name} the style {style!r}, which already sets its layout")
+                raise _BlockNotSplittableError(
+                    f"the plan gives {name} the style {style!r}, which already sets its layout"
+                )
         self.size = size
         try:
             expected = self._run_whole()
         except Exception as error:  # the block needs other arguments
-            raise _CannotRun(f"it could not be tried ({type(error).__name__}: {first_line(error)})") from error
+            raise _BlockNotSplittableError(
+                f"it could not be tried ({type(error).__name__}: {first_line(error)})"
+            ) from error
         for name, module in self.block.named_modules():
             parents = [name.rsplit(".", depth)[0] for depth in range(name.count(".") + 1)]
             has_own = name and next(module.parameters(recurse=False), None) is not None
             if has_own and not any(parent in self.whole for parent in parents):
-                raise _CannotRun(
+                raise _BlockNotSplittableError(
                     f"{name} did not run when the block was tried, like attention to what an encoder returns"
                 )
         while self.rank < size:
             try:
                 found = self._run_piece()
-            except _CannotRun:
+            except _BlockNotSplittableError:
                 raise
-            except _Mixed as error:
+            except _MixedOperandsError as error:
                 label = str(error)
                 if label in self.closers or label in self.norms:
-                    raise _CannotRun(f"the output of {label} is added to the residual stream unchanged") from None
+                    raise _BlockNotSplittableError(
+                        f"the output of {label} is added to the residual stream unchanged"
+                    ) from None
                 self.closers.add(label)
                 self.rank = 0
                 continue
             except Exception as error:  # code that finds another length than it expects
-                raise _CannotRun(f"its code depends on the length it sees ({first_line(error)})") from error
+                raise _BlockNotSplittableError(
+                    f"its code depends on the length it sees ({first_line(error)})"
+                ) from error
             if not found or not getattr(found[0], _PIECE, False):
-                raise _CannotRun("what it returns is not a piece of the sequence")
+                raise _BlockNotSplittableError("what it returns is not a piece of the sequence")
             if not agree([self._piece(expected[0]), *expected[1:]], found):
-                raise _CannotRun("its result on pieces is not the pieces of its result: something mixes positions")
+                raise _BlockNotSplittableError(
+                    "its result on pieces is not the pieces of its result: something mixes positions"
+                )
             self.rank += 1
 
     def _piece(self, x: Tensor) -> Tensor:
@@ -161,14 +171,14 @@ class _PiecesTrial(BlockTrial):
         values = [*self.args, *self.kwargs.values()]
         place = next((i for i, x in enumerate(values) if is_stream(x)), None)
         if place is None:
-            raise _CannotRun("it takes no tensor of (batch, sequence, features)")
+            raise _BlockNotSplittableError("it takes no tensor of (batch, sequence, features)")
         values[place] = _as_piece(self._piece(values[place]))
         args, rest = values[: len(self.args)], values[len(self.args) :]
         with ExitStack() as hooks:
             for name, module in list(self.block.named_modules())[1:]:
                 hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, name=name), with_kwargs=True))
                 hooks.enter_context(module.register_forward_hook(partial(self._leave, name=name)))
-            hooks.enter_context(_Marking(self))
+            hooks.enter_context(_PieceTracker(self))
             return self.call(self.state, tuple(args), dict(zip(self.kwargs, rest)))
 
     def _enter(self, module: nn.Module, args: object, kwargs: object, name: str) -> None:
@@ -178,19 +188,19 @@ class _PiecesTrial(BlockTrial):
             self.norms.add(name)
             self.inside_norms += 1
         elif gets_piece and name in self.styles and not self.inside_norms:
-            raise _CannotRun(f"no norm comes before {name}")
+            raise _BlockNotSplittableError(f"no norm comes before {name}")
 
     def _leave(self, module: nn.Module, args: object, out: object, name: str) -> Any:
         first = floats_in(out)[:1]
         if name in self.norms and self.inside_norms:
             self.inside_norms -= 1
             if not agree([self._piece(self.whole[name][0])], first):
-                raise _CannotRun(f"{name} does not treat positions one by one")
+                raise _BlockNotSplittableError(f"{name} does not treat positions one by one")
             return _labelled(self.whole[name][0].clone(), name)
         if name in self.closers:
             self._once(name)
             if getattr(first[0], _PIECE, False):
-                raise _CannotRun(f"{name} gets a piece of the sequence")
+                raise _BlockNotSplittableError(f"{name} gets a piece of the sequence")
             return with_first(out, _as_piece(self._piece(self.whole[name][0])))
         is_source = is_splittable(module) if self.by_layer else not isinstance(module, nn.modules.dropout._DropoutNd)
         if is_source and first and not getattr(first[0], _PIECE, False):
@@ -199,10 +209,10 @@ class _PiecesTrial(BlockTrial):
 
     def _once(self, name: str) -> None:
         if len(self.whole.get(name, ())) != 1:
-            raise _CannotRun(f"{name} runs more than once")
+            raise _BlockNotSplittableError(f"{name} runs more than once")
 
 
-class _Marking(TorchFunctionMode):
+class _PieceTracker(TorchFunctionMode):
     """Marks what is computed from pieces, and stops where a piece meets a whole tensor or a parameter."""
 
     def __init__(self, trial: _PiecesTrial):
@@ -218,11 +228,11 @@ class _Marking(TorchFunctionMode):
         if is_piece and not self.trial.inside_norms:
             for x in tensors:
                 if id(x) in self.trial.names:
-                    raise _CannotRun(
+                    raise _BlockNotSplittableError(
                         f"{self.trial.names[id(x)]} is used on pieces outside a norm, so its gradient would be a part"
                     )
             if labels:
-                raise _Mixed(labels[-1])
+                raise _MixedOperandsError(labels[-1])
         out = func(*args, **(kwargs or {}))
         for x in tensors_in(out):
             if is_piece:
@@ -253,7 +263,7 @@ def _is_norm(module: nn.Module) -> bool:
     """Return whether a module is a norm over features, torch's or one of the same name."""
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return True
-    name = written_class(module).__name__
+    name = user_class(module).__name__
     return name.endswith(("LayerNorm", "RMSNorm")) and next(module.children(), None) is None
 
 

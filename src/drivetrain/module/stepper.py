@@ -2,7 +2,7 @@
 
 The Trainer, hand-written loops around what `auto_accelerate` returns, and each unit of an `OptimSet` step through this file. For every
 micro-batch the loop calls `begin`, then `backward` with the loss that `weigh` returned. Where the window closes it calls `finish`
-(gradients become the mean over the window and all ranks, unscaled), clips, then `step` or `leave_out`, `clear` and `end`.
+(gradients become the mean over the window and all ranks, unscaled), clips, then `step` or `end_skipped_update`, `clear` and `end`.
 
 A checkpoint may be taken inside a window: `state_dict` then holds the gradients that this rank has collected.
 """
@@ -91,7 +91,7 @@ class Stepper:
         self._clears_as_torch = own is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
         if tests and isinstance(getattr(optimizer, "param_groups", None), list):
             self.guard.prepare(
-                optimizer, self.model, is_exchanged=is_exchanged, is_judged_elsewhere=self.scaler is not None
+                optimizer, self.model, is_exchanged=is_exchanged, is_tested_elsewhere=self.scaler is not None
             )
 
     @property
@@ -214,13 +214,13 @@ class Stepper:
         self.optimizer.step()
         del self.optimizer.found_inf
 
-    def leave_out(self) -> None:
+    def end_skipped_update(self) -> None:
         """End an update that is skipped."""
         self.was_skipped = True
         if self.scaler is not None:
             self.scaler.update()  # it has unscaled these gradients, and learns here that they are done with
 
-    def left_out(self) -> "Sequence[bool | Tensor] | None":
+    def skipped_units(self) -> "Sequence[bool | Tensor] | None":
         """Return what a scaler has skipped in the last update, None if the guard itself has tested."""
         return None if self.scaler is None else [self.was_skipped]
 
@@ -316,7 +316,7 @@ def merge_windows(saved: Sequence[Mapping[str, Any]], rank: int, counted: str = 
     return {
         **saved[0],
         counted: items if rank == 0 else 0,
-        f"{counted}_everywhere": items,
+        f"{counted}_reduce_over_last_stages": items,
         "grads": sums if rank == 0 else {name: torch.zeros_like(grad) for name, grad in sums.items()},
     }
 

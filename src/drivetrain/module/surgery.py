@@ -119,7 +119,7 @@ class _Walk:
         if replacement is None or replacement is module:
             self.visit_children(module, depth)
             return module
-        _take_place(module, replacement, training, self.fallback)
+        _match_device_and_dtype(module, replacement, training, self.fallback)
         self.pairs[module] = replacement
         if not self.recurse:
             return replacement
@@ -131,7 +131,7 @@ class _Walk:
         return self._decide(replacement, depth + 1)
 
 
-def _take_place(old: nn.Module, new: nn.Module, training: bool, fallback: torch.device | None) -> None:
+def _match_device_and_dtype(old: nn.Module, new: nn.Module, training: bool, fallback: torch.device | None) -> None:
     """Give `new` the device, dtype, training mode and `requires_grad` that `old` has in the model."""
     device = _first_device(old) or fallback
     dtypes = {p.dtype for p in old.parameters() if p.is_floating_point()}

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from drivetrain.core.display import shown_bytes
+from drivetrain.core.display import format_bytes
 from drivetrain.module.blocks import find_blocks
 from drivetrain.module.probing import attributes_set, first_line, tensors_in
 from drivetrain.module.tensor_parallel import features, is_splittable, weight_dim
-from drivetrain.module.tensor_trials import BlockTrial, agree, inputs_of_blocks, structure_of, trying
+from drivetrain.module.tensor_trials import BlockTrial, agree, inputs_of_blocks, isolated_trial, structure_of
 
 MOST_TRIED = 2**28
 """Parameters of the largest block that is tried; it runs on real weights in float32, here of 1 GiB."""
@@ -67,10 +67,10 @@ def _infer_block(name: str, block: nn.Module, size: int, given: Any, remarks: li
     count = sum(parameter.numel() for parameter in block.parameters())
     if count > MOST_TRIED:
         remarks.append(
-            f"{name} was not tried, because its {count / 1e6:.0f} million parameters would take {shown_bytes(4 * count)}"
+            f"{name} was not tried, because its {count / 1e6:.0f} million parameters would take {format_bytes(4 * count)}"
         )
         return {}
-    with trying(block):
+    with isolated_trial(block):
         try:
             trial = _SplitTrial(block, given)
         except Exception as error:  # the block needs other arguments, or code that cannot be followed
@@ -119,7 +119,7 @@ class _SplitTrial(BlockTrial):
 
                 hooks.enter_context(layer.register_forward_pre_hook(before))
                 hooks.enter_context(layer.register_forward_hook(after))
-            hooks.enter_context(_Following(others, self.inside))
+            hooks.enter_context(_DependencyTracker(others, self.inside))
             self.whole = self.call(self.state, self.args, self.kwargs)
         return _pairs(closed_by)
 
@@ -171,7 +171,7 @@ class _SplitTrial(BlockTrial):
             return self.call(state, self.args, self.kwargs)
 
 
-class _Following(TorchFunctionMode):
+class _DependencyTracker(TorchFunctionMode):
     """Notes on every tensor from which layers it was computed, and which of them met other parameters on the way."""
 
     def __init__(self, others: set[int], inside: set[str]):

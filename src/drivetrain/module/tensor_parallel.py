@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import ConfigError, unknown_name
-from drivetrain.module.vocabulary_parallel import know_split_logits
-from drivetrain.module.wrapping import parameter_places, written_class
+from drivetrain.module.vocabulary_parallel import enable_split_logits
+from drivetrain.module.wrapping import parameter_places, user_class
 
 if TYPE_CHECKING:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -51,7 +51,7 @@ def find_tp_plan(model: nn.Module) -> dict[str, Any]:
     prefixes = {module: f"{path}." if path else "" for path, module in model.named_modules()}
     found: dict[str, Any] = {}
     for module, prefix in prefixes.items():
-        plan = next((_registered[cls] for cls in written_class(module).__mro__ if cls in _registered), {})
+        plan = next((_registered[cls] for cls in user_class(module).__mro__ if cls in _registered), {})
         found |= {prefix + name: style for name, style in plan.items()}
     if found:
         return found
@@ -114,25 +114,25 @@ def parallelize(
             else:
                 parallelize_module(module, mesh, _style(plan[name], module, name not in unreduced))
             if isinstance(module, nn.Embedding):
-                module.register_forward_hook(_waited)
-    _tie_again(ties)
+                module.register_forward_hook(_wait_for_lookup)
+    _retie_parameters(ties)
     for name, style in plan.items():
         if style == "vocabulary":
-            know_split_logits(model, modules[name])
+            enable_split_logits(model, modules[name])
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0  # torch's fused path in evaluation knows no split weights
     return model
 
 
-def _waited(embedding: nn.Module, args: object, out: object) -> Any:
+def _wait_for_lookup(embedding: nn.Module, args: object, out: object) -> Any:
     """Return what an embedding looked up when it has arrived: a compiled block drops the gradient of a tensor that is on its way."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-    return _Waited.apply(out) if isinstance(out, AsyncCollectiveTensor) else out
+    return _WaitForCollective.apply(out) if isinstance(out, AsyncCollectiveTensor) else out
 
 
-class _Waited(torch.autograd.Function):
+class _WaitForCollective(torch.autograd.Function):
     """The identity, which waits for a collective."""
 
     @staticmethod
@@ -144,7 +144,7 @@ class _Waited(torch.autograd.Function):
         return grad
 
 
-def _tie_again(ties: list[list[tuple[nn.Module, str]]]) -> None:
+def _retie_parameters(ties: list[list[tuple[nn.Module, str]]]) -> None:
     for places in ties:
         parameters = [module._parameters[name] for module, name in places]
         layouts = {str(getattr(parameter, "placements", None)) for parameter in parameters}
@@ -208,7 +208,7 @@ def weight_dim(module: nn.Module, style: str) -> int:
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    is_conv1d = written_class(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    is_conv1d = user_class(module).__name__ == "Conv1D" and hasattr(module, "nf")
     return is_conv1d and getattr(module, "weight", None) is not None
 
 

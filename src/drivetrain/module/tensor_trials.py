@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import BaseTorchFunctionMode
 
 from drivetrain.module.blocks import BlockGroup
-from drivetrain.module.probing import LENGTH, ROWS, call_with_state, floats_in, in_evaluation
+from drivetrain.module.probing import LENGTH, ROWS, call_with_state, eval_mode, floats_in
 from drivetrain.module.tensor_parallel import features, is_splittable
 
 _TOLERANCE = 1e-4
@@ -24,10 +24,10 @@ class BlockTrial:
     """One block with made-up weights, and with the arguments that its model gives it or made-up ones."""
 
     def __init__(self, block: nn.Module, given: Any, length: int = LENGTH):
-        self.block, self.state = block, made_up_state(block)
+        self.block, self.state = block, random_state_dict(block)
         self.args: tuple[Any, ...]
         self.kwargs: dict[str, Any]
-        self.args, self.kwargs = given or _made_up_inputs(block, length)
+        self.args, self.kwargs = given or _random_inputs(block, length)
 
     def call(self, state: Mapping[str, Tensor], args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[Tensor]:
         """Return the floating-point tensors that the block returns."""
@@ -41,15 +41,15 @@ class BlockTrial:
 
 
 @contextmanager
-def trying(block: nn.Module) -> Iterator[None]:
+def isolated_trial(block: nn.Module) -> Iterator[None]:
     """Run trials of a block inside a context, in evaluation mode and with a fixed seed. No change of state remains."""
     # A simulation may have entered a fake-tensor mode, but a trial needs values.
-    with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices=[]), in_evaluation(block):
+    with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices=[]), eval_mode(block):
         torch.manual_seed(0)
         yield
 
 
-class _SeenCall(Exception):
+class _CallCaptured(Exception):
     """Ends a run of the whole model when every family has been reached."""
 
 
@@ -63,18 +63,18 @@ def inputs_of_blocks(model: nn.Module, families: list[BlockGroup], length: int =
     def note(block: nn.Module, args: object, kwargs: object) -> None:
         seen.setdefault(block, (_plain(args), _plain(kwargs)))
         if len(seen) == len(families):
-            raise _SeenCall
+            raise _CallCaptured
 
     with ExitStack() as hooks:
         for family in families:
             hooks.enter_context(family.members[0].register_forward_pre_hook(note, with_kwargs=True))
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), in_evaluation(model):
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), eval_mode(model):
                 most = min(embedding.num_embeddings, 100)
                 tokens = torch.randint(0, most, (ROWS, length)).to(embedding.weight.device)
                 names = inspect.signature(model.forward).parameters
                 model(tokens, **({"decoder_input_ids": tokens} if "decoder_input_ids" in names else {}))
-        except _SeenCall:
+        except _CallCaptured:
             pass
         except Exception:  # the model wants something other than tokens; each block is then tried on its own
             return {}
@@ -93,7 +93,7 @@ def _plain(value: object) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else None
 
 
-def _made_up_inputs(block: nn.Module, length: int) -> tuple[tuple[Tensor, ...], dict[str, object]]:
+def _random_inputs(block: nn.Module, length: int) -> tuple[tuple[Tensor, ...], dict[str, object]]:
     """Return a random sequence as wide as the block's first norm or matrix."""
     for module in block.modules():
         shape = getattr(module, "normalized_shape", None)
@@ -106,7 +106,7 @@ def _made_up_inputs(block: nn.Module, length: int) -> tuple[tuple[Tensor, ...], 
     return (), {}
 
 
-def made_up_state(block: nn.Module) -> dict[str, Tensor]:
+def random_state_dict(block: nn.Module) -> dict[str, Tensor]:
     """Return random parameters, because initial ones may be zero and hide a difference. Buffers with values are kept."""
     state: dict[str, Tensor] = {}
     for name, parameter in block.named_parameters():

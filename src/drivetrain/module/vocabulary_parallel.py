@@ -62,7 +62,7 @@ class SplitLogitsModel(GeneratedClass):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-def know_split_logits(model: nn.Module, head: nn.Module) -> None:
+def enable_split_logits(model: nn.Module, head: nn.Module) -> None:
     """Make a head return a distributed tensor in training only, and its model compute with it."""
     head.register_forward_hook(_leave)
     add_mixin(model, SplitLogitsModel)
@@ -72,7 +72,7 @@ def _leave(head: nn.Module, args: object, out: Any) -> object:
     return _marked(out) if head.training else out.full_tensor()
 
 
-def accepting_split_logits(loss_func: Callable[..., object]) -> Callable[..., object]:
+def wrap_loss_for_split_logits(loss_func: Callable[..., object]) -> Callable[..., object]:
     """Return a loss function that accepts split logits."""
 
     def loss_of_split_logits(*args: object) -> object:

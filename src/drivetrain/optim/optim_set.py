@@ -165,7 +165,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
         self._end_windows(due)
         return any(changed)
 
-    def leave_out(self) -> None:
+    def end_skipped_update(self) -> None:
         """End the windows that close without updating anything."""
         due = self.due
         update_scalers(due)

@@ -117,7 +117,7 @@ class SetStepper(Stepper):
         has_long_units = any(unit.accum_grad > 1 for unit in self.optimizer.values())
         super().prepare(is_split=is_split or has_long_units, is_exchanged=is_exchanged, tests=False)
         if tests:  # each unit tests its own gradients
-            self.guard.prepare(self.optimizer, self.model, is_exchanged=is_exchanged, is_judged_elsewhere=True)
+            self.guard.prepare(self.optimizer, self.model, is_exchanged=is_exchanged, is_tested_elsewhere=True)
         self.is_simple = False
 
     @property
@@ -169,11 +169,11 @@ class SetStepper(Stepper):
         self.was_skipped = False
         self.optimizer.step(closure)
 
-    def leave_out(self) -> None:
+    def end_skipped_update(self) -> None:
         self.was_skipped = True
-        self.optimizer.leave_out()
+        self.optimizer.end_skipped_update()
 
-    def left_out(self) -> Sequence[bool | Tensor]:
+    def skipped_units(self) -> Sequence[bool | Tensor]:
         """Return which units skipped their last update."""
         return self.optimizer.skipped
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from drivetrain.core.display import spreadsheet_cell
 from drivetrain.core.errors import StateError
-from drivetrain.core.files import load_json, make_inner_folder, open_regular, open_to_read, replace_bytes, replacing
+from drivetrain.core.files import atomic_write, load_json, make_inner_folder, open_regular, open_to_read, replace_bytes
 from drivetrain.core.types import Settings
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ class CsvSink(FileSink):
         """Open the table for appending, after a resume without the rows that are recorded again."""
         self._folder, path = folder, folder / TABLE_NAME
         if resume is not None:
-            with replacing(path) as stream:
+            with atomic_write(path) as stream:
                 file = io.TextIOWrapper(stream, encoding="utf-8", newline="")
                 writer = csv.writer(file)
                 writer.writerow(COLUMNS)
@@ -267,7 +267,7 @@ class CsvSink(FileSink):
                     if row["kind"] == "scalar"
                 )
                 file.flush()
-                file.detach()  # `replacing` closes the stream beneath it
+                file.detach()  # `atomic_write` closes the stream beneath it
         self._open(path)
         if self._lines == 0:
             self._writer.writerow(COLUMNS)

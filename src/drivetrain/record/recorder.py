@@ -24,7 +24,7 @@ from drivetrain.core.types import StateDict
 from drivetrain.record.buffer import count_values
 from drivetrain.record.images import check_figure, check_image, encode_figure
 from drivetrain.record.jsonl import CsvSink, JsonlSink
-from drivetrain.record.sink import ConsoleSink, Outlet, Resume, Row, encodable, plain
+from drivetrain.record.sink import ConsoleSink, GuardedSink, Resume, Row, encodable, plain
 from drivetrain.record.stream import Stream, check_tag
 from drivetrain.record.trackers import MlflowSink, TensorBoardSink, WandbSink, has_tensorboard
 from drivetrain.runtime.ranks import is_master
@@ -71,16 +71,16 @@ class Recorder:
         flush_every: str | float | timedelta = "5s",
     ):
         journal = JsonlSink()
-        outlets = [Outlet(journal)]
+        outlets = [GuardedSink(journal)]
         if file:
-            outlets.append(Outlet(CsvSink()))
+            outlets.append(GuardedSink(CsvSink()))
         if tensorboard != "auto" and not isinstance(tensorboard, bool):
             raise ConfigError(f"tensorboard={tensorboard!r} is not valid; expected True, False or 'auto'.")
         if tensorboard is True or (tensorboard == "auto" and has_tensorboard()):
-            outlets.append(Outlet(TensorBoardSink()))
+            outlets.append(GuardedSink(TensorBoardSink()))
         if console:
-            outlets.append(Outlet(ConsoleSink()))
-        outlets += [Outlet(sink) for sink in _made_sinks(sinks)]
+            outlets.append(GuardedSink(ConsoleSink()))
+        outlets += [GuardedSink(sink) for sink in _made_sinks(sinks)]
         every = _seconds(flush_every)
         self._folder = _claimed_folder(output_dir)
         _open_folders[self._folder] = self

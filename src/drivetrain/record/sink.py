@@ -125,7 +125,7 @@ _FIRST_REST = 30.0  # seconds
 _LONGEST_REST = 3600.0
 
 
-class Outlet:
+class GuardedSink:
     """One sink, opened when there is something for it, and guarded."""
 
     def __init__(self, sink: object):
@@ -167,7 +167,7 @@ class Outlet:
             self.missed += len(rows)
             return
         try:
-            self._hand_over(rows)
+            self._send_rows(rows)
         except self._forgiven as error:
             self._failed(error, len(rows))
 
@@ -196,7 +196,7 @@ class Outlet:
             )
             self.missed = 0
 
-    def _hand_over(self, rows: Iterable[Row]) -> None:
+    def _send_rows(self, rows: Iterable[Row]) -> None:
         methods, together = self._methods, self._methods.get("scalars")
         values: dict[str, float] = {}
         at, when = 0, 0.0

@@ -19,7 +19,7 @@ from drivetrain.core.errors import ConfigTypeError
 from drivetrain.record.buffer import Arrival, BufferSlot, DeviceBuffer, read_histogram
 from drivetrain.record.images import Picture, encode_image
 from drivetrain.record.jsonl import FILE_NAME, JsonlSink
-from drivetrain.record.sink import Outlet, Resume, Row
+from drivetrain.record.sink import GuardedSink, Resume, Row
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.ranks import get_rank, is_distributed
 
@@ -33,7 +33,7 @@ class Stream:
         self,
         folder: Path,
         journal: JsonlSink,
-        outlets: list[Outlet],
+        outlets: list[GuardedSink],
         every: float,
         keeps_files: bool,
         settings: Mapping[str, object],

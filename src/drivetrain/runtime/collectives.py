@@ -43,10 +43,10 @@ def control_group() -> dist.ProcessGroup | None:
         return None
     if dist.get_backend() in CPU_BACKENDS:
         return dist.group.WORLD
-    return made_once("control", lambda: dist.new_group(backend="gloo"))
+    return create_once_per_group("control", lambda: dist.new_group(backend="gloo"))
 
 
-def made_once(key: Hashable, make: Callable[[], T]) -> T:
+def create_once_per_group(key: Hashable, make: Callable[[], T]) -> T:
     """Return what `make` returned for this key the first time in this process group. Every rank must call this in the same order.
 
     A group holds threads and connections, and neither a plan nor a trial can free those of its mesh: torch keeps equal meshes.

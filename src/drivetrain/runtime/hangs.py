@@ -196,9 +196,9 @@ class RankWatch:
         store.set(f"times/{self._rank}", json.dumps([own / batches, whole / batches]))
         if self._rank == 0 and store.check([f"times/{rank}" for rank in range(self._size)]):
             times = [json.loads(store.get(f"times/{rank}")) for rank in range(self._size)]
-            self._judge(find_straggler([own for own, _ in times], whole / batches))
+            self._find_slow_rank(find_straggler([own for own, _ in times], whole / batches))
 
-    def _judge(self, slow: Straggler | None) -> None:
+    def _find_slow_rank(self, slow: Straggler | None) -> None:
         """Name a rank that was slow twice in a row."""
         is_again = slow is not None and slow.rank == self._suspect
         self._suspect = None if slow is None else slow.rank

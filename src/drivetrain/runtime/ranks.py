@@ -84,7 +84,7 @@ def set_data_ranks(rank: int, size: int, group: "dist.ProcessGroup | None" = Non
     _data_ranks = _DataRanks(rank, size, group, of_trainer)
 
 
-def data_ranks_are_of_a_trainer() -> bool:
+def data_ranks_belong_to_trainer() -> bool:
     """Return whether the current data ranks apply only to the runs of one Trainer."""
     return _data_ranks is not None and _data_ranks.of_trainer
 

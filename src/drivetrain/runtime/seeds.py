@@ -156,7 +156,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def rng_kept() -> Iterator[None]:
+def preserve_rng_state() -> Iterator[None]:
     """Restore all shared generators at the end of the block."""
     state = capture_rng()
     try:

@@ -123,7 +123,7 @@ class StopSignals:
 
     def request(self, number: int) -> None:
         """Store a signal, as its handler does. A more urgent one is kept."""
-        if self.requested is None or _urgency(number) >= _urgency(self.requested):
+        if self.requested is None or _signal_priority(number) >= _signal_priority(self.requested):
             self.requested = number
 
     def agreed(self) -> int | None:
@@ -140,7 +140,7 @@ class StopSignals:
             return None
         self._pending = None
         noted = [number for number in all_gather_values(self.requested) if number is not None]
-        return max(noted, key=_urgency, default=None)
+        return max(noted, key=_signal_priority, default=None)
 
     def finish(self) -> None:
         """Wait for the pending reduction, so that none is left when the group is destroyed."""
@@ -157,7 +157,7 @@ class StopSignals:
             earlier(number, frame)
 
 
-def _urgency(number: int) -> int:
+def _signal_priority(number: int) -> int:
     return URGENCY.index(number) if number in URGENCY else len(URGENCY)
 
 

@@ -49,14 +49,14 @@ def run_worker(function: Callable[..., object], args: tuple[object, ...], pids: 
         _check_sendable(result)
     except SystemExit as stop:
         if stop.code not in (None, 0):
-            _end_soon()
+            _schedule_exit()
             raise
         result = None  # a clean exit is success; without a value the agent would wait forever
     except KeyboardInterrupt:
-        _end_soon()
+        _schedule_exit()
         raise SystemExit(128 + signal.SIGINT) from None  # torch would let it pass as a clean exit without a value
     except Exception as error:
-        _end_soon()
+        _schedule_exit()
         if is_lost_peer(error):
             time.sleep(LOST_PEER_DELAY)
         raise
@@ -101,7 +101,7 @@ def report_failure(error: BaseException, is_asked_to_end: Callable[[], bool]) ->
         time.sleep(0.05)
 
 
-def _end_soon() -> None:
+def _schedule_exit() -> None:
     """See to it that a failing process ends: at exit gloo would still wait for answers of ranks that wait for us.
 
     The timer of faulthandler runs without the interpreter, so it also works while that is shutting down.

@@ -26,8 +26,8 @@ from drivetrain.module.compilation import JointStep, LossGraph
 from drivetrain.module.ddp import wrap_ddp
 from drivetrain.module.loss_items import UNKNOWN, LossItems
 from drivetrain.module.optimizers import requires_closure
-from drivetrain.module.pipeline_parts import Elsewhere
-from drivetrain.module.pipeline_schedule import PipelinedModel, release_others
+from drivetrain.module.pipeline_parts import RemoteModule
+from drivetrain.module.pipeline_schedule import PipelinedModel, free_other_stages
 from drivetrain.module.wrapping import is_fully_sharded, unwrap, wrapping_of
 from drivetrain.runtime.ranks import clear_data_ranks, is_master
 from drivetrain.strategy.batching import plan_batch
@@ -148,7 +148,7 @@ class Application:
 
     def held(self, named: Mapping[str, Any]) -> Settings:
         """Return the entries whose names are modules that this rank holds. A pipeline stage does not hold all of them."""
-        here = {name for name, module in self.model.named_modules() if not isinstance(module, Elsewhere)}
+        here = {name for name, module in self.model.named_modules() if not isinstance(module, RemoteModule)}
         return {name: value for name, value in named.items() if name in here}
 
     def axis_mesh(self, axis: str) -> Any:
@@ -161,12 +161,12 @@ class Application:
 
         def look(module: nn.Module, args: tuple[Any, ...], kwargs: Settings) -> None:
             seen.append((args, kwargs))
-            raise _Seen
+            raise _ArgumentsCaptured
 
         if self.sample is None:
             return None
         hook = self.model.register_forward_pre_hook(look, with_kwargs=True, prepend=True)
-        with suppress(_Seen):
+        with suppress(_ArgumentsCaptured):
             try:
                 self.sample(self.model)
             finally:
@@ -183,7 +183,7 @@ class Application:
         return prepared_input(data, target, self.prepare_input, self.input_changes)
 
 
-class _Seen(Exception):
+class _ArgumentsCaptured(Exception):
     """Ends a call of the model when its arguments are known."""
 
 
@@ -240,7 +240,7 @@ def shape(app: Application) -> Application:
         raise
     if app.whole is not None:
         assert isinstance(app.model, PipelinedModel)
-        release_others(app.whole, app.model)
+        free_other_stages(app.whole, app.model)
         app.whole = None
     if app.loss_func is not None:
         for change in app.loss_changes:

@@ -27,7 +27,7 @@ from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.plan_check import PlainDoesNotFit, compare_plan, compare_with_fewer_blocks, on_meta
 from drivetrain.strategy.snapshot import ProcessSettings
 from drivetrain.strategy.task import TrainingTask
-from drivetrain.strategy.trial.measuring import failure_of, tidy
+from drivetrain.strategy.trial.measuring import failure_of, release_unused_memory
 from drivetrain.strategy.trial.process import reject_inside_trial
 from drivetrain.strategy.trial.report import OutcomeKind
 from drivetrain.strategy.value import Failure, Strategy
@@ -104,7 +104,7 @@ def try_plan(plan: Strategy, task: TrainingTask, *, device: torch.device) -> Dry
                 kind, message = compare_plan(plan, task, model, device)
             except PlainDoesNotFit:
                 model = model if on_meta(model) else model.cpu()
-                tidy(device)
+                release_unused_memory(device)
                 kind, message = compare_with_fewer_blocks(plan, task, model, device)
         except ConfigError:
             raise
@@ -112,7 +112,7 @@ def try_plan(plan: Strategy, task: TrainingTask, *, device: torch.device) -> Dry
             kind, message = failure_of(error)
         finally:
             del model
-            tidy(device)
+            release_unused_memory(device)
             restore_rng(random_state)
             settings.restore()
     for rank, (other, text) in enumerate(all_gather_values((kind, message))):
@@ -124,7 +124,7 @@ def try_plan(plan: Strategy, task: TrainingTask, *, device: torch.device) -> Dry
 # What the loss is a mean over.
 
 
-def follow_task(task: TrainingTask) -> TrainingTask:
+def with_counted_loss(task: TrainingTask) -> TrainingTask:
     """Return the task together with what its loss is a mean over, found by running a few samples through the plain model."""
     model = task.model
     if model is None or task.loss_func is None or task.samples is None or task.is_counted:

@@ -146,7 +146,7 @@ class Effects:
         return f"{self.precision}, {how}{' with graphs' if is_recorded else ''}{shown}"
 
     @property
-    def near_kinds(self) -> tuple[str, ...]:
+    def similar_kernel_kinds(self) -> tuple[str, ...]:
         """Kinds with nearly the same kernels: the same precision, compiled in another scope, with or without CUDA graphs."""
         if not self.is_compiled:
             return ()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core.display import shown_bytes, shown_seconds
+from drivetrain.core.display import format_bytes, format_duration
 from drivetrain.core.errors import ConfigError, MissingExtra
 from drivetrain.strategy.registry import find_method
 
@@ -55,26 +55,26 @@ def _counted(search: Mapping[str, Any] | None) -> str:
 def _memory_lines(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> list[str]:
     lines = []
     if "memory" in predicted:
-        parts = ", ".join(f"{name} {shown_bytes(value)}" for name, value in predicted["memory"].items() if value >= 1)
-        of = f" of {shown_bytes(predicted['budget_bytes'])}" if "budget_bytes" in predicted else ""
+        parts = ", ".join(f"{name} {format_bytes(value)}" for name, value in predicted["memory"].items() if value >= 1)
+        of = f" of {format_bytes(predicted['budget_bytes'])}" if "budget_bytes" in predicted else ""
         evidence = predicted.get("evidence", {}).get("memory", "modelled")
-        lines.append(f"  memory  predicted {shown_bytes(predicted['peak_bytes'])}{of} ({evidence}): {parts}")
+        lines.append(f"  memory  predicted {format_bytes(predicted['peak_bytes'])}{of} ({evidence}): {parts}")
     if measured.get("peak_bytes") is not None:
         more = " by which the process grew"
         if (reserved := measured.get("reserved_bytes")) is not None:
-            more = f" in tensors, {shown_bytes(reserved)} with what the allocator kept"
-        lines.append(f"  memory  measured {shown_bytes(measured['peak_bytes'])}{more}")
+            more = f" in tensors, {format_bytes(reserved)} with what the allocator kept"
+        lines.append(f"  memory  measured {format_bytes(measured['peak_bytes'])}{more}")
     return lines
 
 
 def _time_lines(predicted: Mapping[str, Any], measured: Mapping[str, Any], batch_size: int) -> list[str]:
     lines = []
     if "time" in predicted:
-        parts = ", ".join(f"{name} {shown_seconds(value)}" for name, value in predicted["time"].items() if value > 0)
+        parts = ", ".join(f"{name} {format_duration(value)}" for name, value in predicted["time"].items() if value > 0)
         evidence = predicted.get("evidence", {}).get("time", "modelled")
-        lines.append(f"  time    predicted {shown_seconds(predicted['step_seconds'])} a step ({evidence}): {parts}")
+        lines.append(f"  time    predicted {format_duration(predicted['step_seconds'])} a step ({evidence}): {parts}")
     if seconds := measured.get("step_seconds"):
-        shown = f"  time    measured {shown_seconds(seconds)} a step over {measured.get('steps', 0)} steps"
+        shown = f"  time    measured {format_duration(seconds)} a step over {measured.get('steps', 0)} steps"
         lines.append(f"{shown}, {batch_size / seconds:.4g} samples a second")
     if measured.get("loss") is not None and measured.get("is_verified"):
         shown = f"loss {measured['loss']:.6g}, plain {measured['plain_loss']:.6g}" if "plain_loss" in measured else ""

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from drivetrain.core.errors import PlanInfeasible, StrategyError
-from drivetrain.runtime.collectives import made_once
+from drivetrain.runtime.collectives import create_once_per_group
 from drivetrain.runtime.ranks import clear_data_ranks, get_num_processes, get_rank, set_data_ranks
 
 AXES = ("pipe", "data", "zero", "sequence", "tensor")
@@ -91,7 +91,7 @@ def build_mesh(axes: Axes, rank_order: Sequence[int] | None, device_type: str) -
             return init_device_mesh(device_type, shape, mesh_dim_names=names)
         return DeviceMesh(device_type, torch.tensor(order).view(shape), mesh_dim_names=names)
 
-    mesh = made_once((axes, order, device_type), make)
+    mesh = create_once_per_group((axes, order, device_type), make)
     _set_data_ranks(mesh, dict(axes))
     return mesh
 
@@ -130,4 +130,4 @@ def _group_of_all(mesh: DeviceMesh, axes: Sequence[str]) -> ProcessGroup | None:
         groups = [dist.new_group(ranks) for ranks in rows]
         return next((group for group, ranks in zip(groups, rows) if get_rank() in ranks), None)
 
-    return made_once(tuple(map(tuple, rows)), make)
+    return create_once_per_group(tuple(map(tuple, rows)), make)

@@ -30,7 +30,7 @@ from drivetrain.core.errors import (
 )
 from drivetrain.core.types import Settings
 from drivetrain.module.blocks import select_modules
-from drivetrain.module.wrapping import written_class
+from drivetrain.module.wrapping import user_class
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
@@ -184,7 +184,7 @@ class Method(Generic[C]):
 
     def plain(self, config: C) -> Settings:
         """Return a configuration as JSON values. `parse` turns it back into an equal one."""
-        return {item.name: thawed(getattr(config, item.name)) for item in dataclasses.fields(config)}  # type: ignore[arg-type]
+        return {item.name: to_json_value(getattr(config, item.name)) for item in dataclasses.fields(config)}  # type: ignore[arg-type]
 
     def selectors(
         self, key: str, given: object, expected: str = "classes or names of modules"
@@ -411,9 +411,9 @@ def frozen(value: object) -> Any:
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
-def thawed(value: object) -> Any:
+def to_json_value(value: object) -> Any:
     """Return a frozen value as JSON values."""
-    return [thawed(item) for item in value] if isinstance(value, tuple) else value
+    return [to_json_value(item) for item in value] if isinstance(value, tuple) else value
 
 
 def is_whole(value: object, least: int = 1) -> bool:
@@ -428,7 +428,7 @@ def qualified_name(cls: type) -> str:
 
 def selected(model: nn.Module, value: object) -> Any:
     """Return selectors with full class names replaced by the classes of this model. Nothing is imported."""
-    classes = {qualified_name(cls): cls for module in model.modules() for cls in written_class(module).__mro__}
+    classes = {qualified_name(cls): cls for module in model.modules() for cls in user_class(module).__mro__}
     if isinstance(value, tuple):
         return [classes.get(item, item) if isinstance(item, str) else item for item in value]
     return classes.get(value, value) if isinstance(value, str) else value

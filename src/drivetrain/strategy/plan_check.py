@@ -10,17 +10,17 @@ import math
 import torch
 from torch import nn
 
-from drivetrain.module.tensor_trials import made_up_state
+from drivetrain.module.tensor_trials import random_state_dict
 from drivetrain.runtime.collectives import agree_any, all_gather_values
 from drivetrain.runtime.device import device_memory
 from drivetrain.runtime.ranks import get_num_processes
-from drivetrain.runtime.seeds import rng_kept
+from drivetrain.runtime.seeds import preserve_rng_state
 from drivetrain.strategy.profile.few_blocks import cut_model, find_cuttable
 from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.checking import (
+    compute_reference_results,
     plain_number,
-    plain_yardstick,
     planned_step,
     share_of_plan,
     train_window,
@@ -54,7 +54,7 @@ def compare_plan(plan: Strategy, task: TrainingTask, model: nn.Module, device: t
     share = share_of_plan(resolved, batch)
     expected = None
     try:
-        expected = plain_yardstick(model.to(device), task, device, share.samples)
+        expected = compute_reference_results(model.to(device), task, device, share.samples)
     except torch.OutOfMemoryError:
         model.zero_grad()
     if agree_any(expected is None):
@@ -118,9 +118,9 @@ def _num_elements(module: nn.Module) -> int:
 
 def _fill(model: nn.Module) -> None:
     """Give a model on the meta device random values, the same on all ranks."""
-    with rng_kept():
+    with preserve_rng_state():
         torch.manual_seed(0)
-        state = made_up_state(model)
+        state = random_state_dict(model)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):

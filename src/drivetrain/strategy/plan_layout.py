@@ -26,7 +26,7 @@ from drivetrain.module.distributed_tensors import is_dtensor, whole_tensor
 from drivetrain.module.pipeline_schedule import PipelinedModel
 from drivetrain.module.wrapping import clean_state_dict, named_clean_parameters
 from drivetrain.runtime.codec import pack, unpack
-from drivetrain.runtime.collectives import made_once
+from drivetrain.runtime.collectives import create_once_per_group
 from drivetrain.runtime.ranks import is_master
 from drivetrain.strategy.method import Site
 
@@ -193,7 +193,9 @@ def mesh_of_copies(site: Site, mesh: DeviceMesh | None) -> DeviceMesh | None:
         return None
     names = tuple(COPIES if name == "tensor" else name for name in mesh.mesh_dim_names or ())
     kind, ranks = site.device.type, mesh.mesh
-    return made_once((kind, names, str(ranks.tolist())), lambda: DeviceMesh(kind, ranks, mesh_dim_names=names))
+    return create_once_per_group(
+        (kind, names, str(ranks.tolist())), lambda: DeviceMesh(kind, ranks, mesh_dim_names=names)
+    )
 
 
 def with_copies(state: StateDict, mesh: DeviceMesh) -> StateDict:

@@ -17,7 +17,7 @@ from drivetrain.context.context import Context
 from drivetrain.core.types import Batch, Settings
 from drivetrain.module.compilation import LossGraph
 from drivetrain.module.loss_items import UNKNOWN, LossItems
-from drivetrain.module.probing import in_evaluation
+from drivetrain.module.probing import eval_mode
 from drivetrain.strategy.apply import Application, LossFunc, PrepareInput, prepared_input, shape
 from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
@@ -50,7 +50,7 @@ class TrainingTask:
     count_items: Callable[[Any], Any] | None = None
     """Counts what the loss of prepared input is a mean over; None: as `items` says, else samples."""
     items: LossItems = UNKNOWN
-    """What the loss is a mean over, where `follow_task` has found it."""
+    """What the loss is a mean over, where `with_counted_loss` has found it."""
     loss_graph: LossGraph = "apart"
     """Whether the loop can call model and loss function as one compiled graph."""
 
@@ -126,7 +126,7 @@ class TrainingTask:
         """Return a model's outputs for a few samples, in evaluation mode and without gradients."""
         place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         inputs = self.prepared(self.batch(min(8, self.sample_count)), place)
-        with in_evaluation(model), torch.no_grad():
+        with eval_mode(model), torch.no_grad():
             return self.call(model, inputs)
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain.core.containers import leaves
 from drivetrain.core.errors import DistributedError
-from drivetrain.core.files import replacing
+from drivetrain.core.files import atomic_write
 from drivetrain.core.lazy import Slot
 from drivetrain.module import stepper
 from drivetrain.module.accumulation import AccumulationWindow
@@ -198,7 +198,7 @@ class TrainerRuntime:
         if self.is_local_main_process if save_on_each_node else self.is_main_process:
             target = Path(path)
             target.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(target) as stream:
+            with atomic_write(target) as stream:
                 torch.save(obj, stream)
 
     save_state = _unsupported("save_state", "use trainer.save_training_state(folder), which saves everything.")

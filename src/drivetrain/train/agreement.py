@@ -47,7 +47,7 @@ class StopVote:
         self.count = 0  # how many votes this rank has opened: a sign of progress for the watch over ranks
         self.seconds = 0.0  # the largest time that a rank's clock showed in the last vote
         self.has_new_end = False  # whether a rank had changed the end of the run
-        self.says_yes = False  # whether a rank had answered yes
+        self.any_rank_votes_yes = False  # whether a rank had answered yes
 
     def open(
         self, request: int, leaves: bool = False, *, seconds: float = 0.0, new_end: bool = False, yes: bool = False
@@ -60,16 +60,16 @@ class StopVote:
 
     def close(self) -> int:
         """Return at the end of the step the most urgent request sent at its start."""
-        self.has_new_end = self.says_yes = False
+        self.has_new_end = self.any_rank_votes_yes = False
         if self._work is None:
             return 0
         self._work.wait()
         self._work = None
         request, _, self.seconds, new_end, yes = self._ballot.tolist()  # a CPU tensor: nothing waits for the device
-        self.has_new_end, self.says_yes = bool(new_end), bool(yes)
+        self.has_new_end, self.any_rank_votes_yes = bool(new_end), bool(yes)
         return _ORDER[int(request)]
 
-    def everyone_leaves(self) -> bool:
+    def all_ranks_stop(self) -> bool:
         """Return whether all ranks leave inside this step. A rank that does not votes otherwise at its boundary, or never."""
         self.close()
         self.open(STOP, leaves=True)
@@ -112,12 +112,12 @@ class Agreement:
         self._follow()
         return request
 
-    def says_yes(self, answer: bool) -> bool:
+    def any_rank_votes_yes(self, answer: bool) -> bool:
         """Return whether any rank votes yes."""
         if self.vote is None:
             return answer
         self.request(yes=answer)
-        return self.vote.says_yes
+        return self.vote.any_rank_votes_yes
 
     def after_batch(self) -> int:
         """Return the most urgent request of any rank at the start of the step that has ended, and start the next vote."""
@@ -128,7 +128,7 @@ class Agreement:
         self.vote.open(self.own_request(), **self._seen())
         return request
 
-    def is_soon_whole(self, request: int, batches_left: int) -> bool:
+    def waits_for_window_end(self, request: int, batches_left: int) -> bool:
         """Return whether a signal waits for the end of an accumulation window, from which any number of processes can continue."""
         if request == STOP:
             return False
@@ -136,9 +136,9 @@ class Agreement:
         seconds = clock.total_seconds() if self.vote is None else self.vote.seconds  # the same on all ranks
         return batches_left * seconds <= WINDOW_SECONDS * clock.batch
 
-    def check_leaves_together(self, stop: Exception, owner: str) -> None:
+    def check_all_ranks_stop(self, stop: Exception, owner: str) -> None:
         """Raise an error if not all ranks raise a stop, so that the others end too instead of waiting."""
-        if self.vote is not None and not self.is_reached and not self.vote.everyone_leaves():
+        if self.vote is not None and not self.is_reached and not self.vote.all_ranks_stop():
             raise DistributedError(
                 f"rank {get_rank()}: a hook of {owner} raised {type(stop).__name__} ({stop}) inside a step or an evaluation "
                 "of several processes, where the other ranks cannot stop. Call trainer.request_stop(reason) "
@@ -161,21 +161,21 @@ class Agreement:
         The ranks agree while a batch computes. One with fewer batches goes on voting until the others are through, so that all leave
         together.
         """
-        self._vote_again(yes=True)  # yes: this rank still evaluates
+        self._start_next_vote(yes=True)  # yes: this rank still evaluates
         for batch in batches:
             yield batch
-            if is_stop_signal(self._vote_again(yes=True)):
+            if is_stop_signal(self._start_next_vote(yes=True)):
                 return True
         while self.vote is not None:
             request = self.vote.close()
-            if not is_stop_signal(request) and not self.vote.says_yes:
+            if not is_stop_signal(request) and not self.vote.any_rank_votes_yes:
                 return False
             self.vote.open(self.own_request(), **self._seen())
             if is_stop_signal(request):
                 return True
         return False
 
-    def _vote_again(self, yes: bool) -> int:
+    def _start_next_vote(self, yes: bool) -> int:
         """Return the result of the last vote, and start the next one."""
         if self.vote is None:
             return self.own_request()

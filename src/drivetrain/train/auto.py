@@ -25,11 +25,11 @@ from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.group import init_distributed
 from drivetrain.runtime.ranks import get_num_processes, is_master
-from drivetrain.runtime.seeds import rng_kept
+from drivetrain.runtime.seeds import preserve_rng_state
 from drivetrain.strategy.apply import Application, LossFunc, PrepareInput, check_model
 from drivetrain.strategy.batching import BatchSplit, plan_batch
 from drivetrain.strategy.device_spec import DeviceSpec
-from drivetrain.strategy.dry_run import DryRunOutcome, follow_task, verify_plan
+from drivetrain.strategy.dry_run import DryRunOutcome, verify_plan, with_counted_loss
 from drivetrain.strategy.mesh import mesh_size
 from drivetrain.strategy.method import is_whole
 from drivetrain.strategy.reading import reject_pickle_name
@@ -222,7 +222,7 @@ def auto_accelerate(
     if given is None or finetune_strategy or given.is_tunable():
         proceed = partial(request.search, request.constraints(included, excluded, given))
     else:
-        proceed = partial(request.fulfil, with_included(given, included, excluded))
+        proceed = partial(request.apply_plan, with_included(given, included, excluded))
     world = launched_world()
     if world is not None and world.world_size > 1 and not options.plan_only:
         init_distributed("gloo" if choose_device(options.device).type == "cpu" else None)
@@ -254,7 +254,7 @@ class _Request:
         task = replace(self.given, samples=samples, global_batch_size=self._global_size() or 1)
         if self.options.plan_only:
             return task
-        task, collate = follow_task(task), self.loader_args.get("collate_fn")
+        task, collate = with_counted_loss(task), self.loader_args.get("collate_fn")
         rows_are_equal = task.items.kind == "elements" and collate is None
         if rows_are_equal or counts_rows_alike(task.items, self.dataset, collate):
             return replace(task, items=LOSS_OF_SAMPLES)
@@ -318,7 +318,7 @@ class _Request:
         resolved = resolve_plan(plan, model=self.model, device=device, world=world)
         return self._applied(plan, resolved, self._plan_batch(resolved))
 
-    def fulfil(self, plan: Strategy) -> Outcome:
+    def apply_plan(self, plan: Strategy) -> Outcome:
         """Check, try and apply a plan."""
         options, device, world = self.options, self.device, self.world
         rescaled: tuple[str, ...] = ()
@@ -426,7 +426,7 @@ class _Request:
     def _samples(self) -> object:
         """Return a few samples as a loader yields them, the same on all ranks; reading them disturbs no random state."""
         if self.dataset is not None:
-            with rng_kept():
+            with preserve_rng_state():
                 return read_samples(self.dataset, self.loader_args.get("collate_fn"))
         if not self.options.expand_sample_batch:
             return self.options.sample_batch

@@ -93,7 +93,7 @@ class CheckpointSchedule:
         if self._every is not None:
             self._every.reset(self._state.clock)
 
-    def when_whole(self, save: Callable[[], None]) -> None:
+    def save_at_boundary(self, save: Callable[[], None]) -> None:
         """Save at the next boundary."""
         self._waiting.append(save)
 

@@ -27,7 +27,7 @@ from drivetrain.module.optimizers import requires_closure
 from drivetrain.module.stepper import Stepper
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import num_data_ranks
-from drivetrain.runtime.seeds import capture_rng, restore_rng, rng_kept
+from drivetrain.runtime.seeds import capture_rng, preserve_rng_state, restore_rng
 from drivetrain.train.batches import map_tensors
 from drivetrain.train.items import KnownBatch
 from drivetrain.train.run import Measures, Run
@@ -120,12 +120,12 @@ class WindowRepeat:
         run, state, stepper = passes.run, passes.state, passes.run.stepper
         if not self._memories:
             raise ConfigError("there is no batch to evaluate again: a closure works only inside the Trainer's step.")
-        with torch.enable_grad(), self._set_aside(run, state):
+        with torch.enable_grad(), self._stash_side_effects(run, state):
             passes.optimizer_zero_grad()
             stepper.end()
             losses, sizes = [], []
             for memory in self._memories:
-                self._go_back_to(run, state, memory)
+                self._restore_memory(run, state, memory)
                 passes._perform_forward_and_backward_passes(state.batch, memory.step)
                 output = state.batch_output
                 losses.append(output["loss"].detach())
@@ -137,7 +137,7 @@ class WindowRepeat:
                 stepper.guard.drop_nonfinite(stepper.parameters)
         return self._mean(stepper, losses, sizes) if self._returns_loss else None
 
-    def _go_back_to(self, run: Run, state: State, memory: _Memory) -> None:
+    def _restore_memory(self, run: Run, state: State, memory: _Memory) -> None:
         restore_rng(memory.rng)
         set_generators(state, memory.generators)
         state.batch = _shallow(memory.batch)
@@ -154,7 +154,7 @@ class WindowRepeat:
         return total if stepper.window.is_sum or not count else total / count
 
     @contextmanager
-    def _set_aside(self, run: Run, state: State) -> Iterator[None]:
+    def _stash_side_effects(self, run: Run, state: State) -> Iterator[None]:
         """Hide everything that a pass leaves behind apart from gradients."""
         engine, stepper = run.algorithms_only, run.stepper
         assert engine is not None
@@ -163,7 +163,7 @@ class WindowRepeat:
         buffers = unwrap(state.model).buffers() if isinstance(state.model, nn.Module) else ()
         copies = [(buffer, buffer.detach().clone()) for buffer in buffers]
         with (
-            rng_kept(),
+            preserve_rng_state(),
             with_attributes(self, is_wanted=False),
             with_attributes(run, fire=engine.on, measures=Measures(train_items=run.measures.train_items)),  # never read
             with_attributes(run.data, "source"),

@@ -20,7 +20,7 @@ from drivetrain.core.time import Clock, TimeUnit
 from drivetrain.module.accumulation import Count
 from drivetrain.module.loss_items import without_empty
 from drivetrain.runtime.ranks import is_distributed
-from drivetrain.runtime.seeds import rng_kept
+from drivetrain.runtime.seeds import preserve_rng_state
 from drivetrain.train import loaders
 from drivetrain.train.accelerator import TrainerRuntime
 from drivetrain.train.arguments import check_batch_output
@@ -43,7 +43,7 @@ def evaluation_mode(
     state, run = trainer.state, trainer.run
     training_data = (state.dataloader, state.dataloader_label, state.dataloader_len)
     with (
-        rng_kept(),
+        preserve_rng_state(),
         with_attributes(run, is_evaluating=True),
         with_attributes(run.measures, tracker=LossTracker(), logged={}),
         with_attributes(state, "batch", "batch_output", "outputs", "loss", is_intermediate=is_intermediate),
@@ -246,7 +246,7 @@ class EvaluationLoop(TrainerHooks):
         if due:
             return True
         if callable(decide := settings.eval_interval):
-            return self.run.agreement.says_yes(bool(decide(self.state, Event.EPOCH_END)))
+            return self.run.agreement.any_rank_votes_yes(bool(decide(self.state, Event.EPOCH_END)))
         if every is None or every.value <= 0:
             return False
         return at_end or (every.unit is TimeUnit.EPOCH and self.state.clock.epoch % int(every.value) == 0)
@@ -319,7 +319,7 @@ def run_prediction(
     state, fire, parts = trainer.state, trainer.run.fire, []
     move = loaders.mover(trainer.device, loader)
     with (
-        rng_kept() if trainer.run.is_running else nullcontext(),  # a callback predicts without a trace
+        preserve_rng_state() if trainer.run.is_running else nullcontext(),  # a callback predicts without a trace
         with_attributes(state, "batch", "batch_output", "outputs"),
         own_events(trainer.run.loss, Event.PREDICT_AFTER_FORWARD),
         with_attributes(

@@ -24,7 +24,7 @@ from drivetrain.runtime.device import usable_cpus
 from drivetrain.runtime.ranks import (
     clear_data_ranks,
     data_rank,
-    data_ranks_are_of_a_trainer,
+    data_ranks_belong_to_trainer,
     get_num_processes,
     is_distributed,
     num_data_ranks,
@@ -44,7 +44,7 @@ def use_data_ranks(shared: "SharedParts") -> None:
     """Read the samples that a Trainer's plan assigns to this rank. The plan of another Trainer applies to that one only."""
     if shared.data_ranks is not None:
         set_data_ranks(*shared.data_ranks, of_trainer=True)
-    elif data_ranks_are_of_a_trainer():
+    elif data_ranks_belong_to_trainer():
         clear_data_ranks()
 
 
@@ -55,7 +55,7 @@ def is_ready_loader(data: object) -> TypeGuard[Iterable[object]]:
     return not isinstance(data, Dataset) and hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
 
 
-class AroundLoader:
+class LoaderWrapper:
     """Adds something to a loader. Everything else is delegated to it."""
 
     def __init__(self, dl: Any):
@@ -70,7 +70,7 @@ class AroundLoader:
         return getattr(self.dl, name)
 
 
-class EvaluationLoaders(AroundLoader):
+class EvaluationLoaders(LoaderWrapper):
     """The loaders of several evaluation sets, by name. Any other attribute is that of the first."""
 
     def __init__(self, loaders: Mapping[str, Any]):
@@ -364,7 +364,7 @@ def limit_from_environment() -> int | None:
     return int(text)
 
 
-class DataLoaderSlice(AroundLoader):
+class DataLoaderSlice(LoaderWrapper):
     """The first batches of a loader, or all of them for a size of None."""
 
     def __init__(self, dl: Any, slice_size: int | None):
@@ -383,7 +383,7 @@ class DataLoaderSlice(AroundLoader):
 # Around each batch it takes, this adds the move to the device, the accumulation window, counting, checkpoints, evaluation, limits, signals.
 
 
-class OwnLoop(AroundLoader):
+class CountingLoader(LoaderWrapper):
     """A loader whose batches are counted as they are taken."""
 
     def __init__(self, trainer: "TrainerLoop", loader: Any):
@@ -408,7 +408,7 @@ class OwnLoop(AroundLoader):
     def _take(self) -> Generator[object, None, None]:
         run, state = self._trainer.run, self._trainer.state
         clock, stepper = state.clock, run.stepper
-        self._trainer._go_on_inside_epoch()
+        self._trainer._resume_inside_epoch()
         for state.batch, last in self._trainer._batches(self.loader):
             run.inside_step = self._in_step = True
             state.batch_output = None

@@ -25,7 +25,7 @@ from drivetrain.train.batches import BatchOutput, batch_size_of, join_batch_outp
 from drivetrain.train.evaluation import EvaluationLoop, discarded_history
 from drivetrain.train.failures import explain_failure
 from drivetrain.train.items import Part, items_of
-from drivetrain.train.loaders import OwnLoop
+from drivetrain.train.loaders import CountingLoader
 
 
 class StepCalls(NamedTuple):
@@ -33,7 +33,7 @@ class StepCalls(NamedTuple):
 
     backward: Callable[[Tensor], None]
     is_weighted: bool
-    """Whether `backward` gets a loss that is weighted and marked where it is not finite; else `admits` tests the loss itself."""
+    """Whether `backward` gets a loss that is weighted and marked where it is not finite; else `should_step` tests the loss itself."""
     clip: Callable[[], None] | None
     step: Callable[[], object]
     schedule: Callable[[], None] | None
@@ -70,7 +70,7 @@ class TrainerLoop(EvaluationLoop):
                     if self._run_epoch():
                         break
             except (StopTrainingError, TrainingStopped) as stop:
-                agreement.check_leaves_together(stop, type(self).__name__)
+                agreement.check_all_ranks_stop(stop, type(self).__name__)
                 agreement.stop = stop
             run.inside_step = False
             if agreement.stop is not None:
@@ -92,7 +92,9 @@ class TrainerLoop(EvaluationLoop):
             run.measures.tracker.reset()
             run.measures.train_metrics.reset()
             loaders.set_epoch(self._train_dataloader, clock.epoch)
-        own_loop = OwnLoop(self, self._train_dataloader)  # a subclass may write out the loop over the batches itself
+        own_loop = CountingLoader(
+            self, self._train_dataloader
+        )  # a subclass may write out the loop over the batches itself
         epoch, run.epoch_is_recorded = clock.epoch, False
         self._calls = self._choose_calls()
         try:
@@ -155,10 +157,10 @@ class TrainerLoop(EvaluationLoop):
         run, clock = self.run, self.state.clock
         run.agreement.call(self.train_epoch_start)
         run.fire.epoch_start()
-        self._go_on_inside_epoch()
+        self._resume_inside_epoch()
         if run.good is not None:
             run.good.begin()
-        ended = self._run_steps(train_dl.loader if isinstance(train_dl, OwnLoop) else train_dl)
+        ended = self._run_steps(train_dl.loader if isinstance(train_dl, CountingLoader) else train_dl)
         if not ended or clock.batch_in_epoch == run.data.batches_per_epoch:
             clock.next_epoch()
         run.agreement.call(self.train_epoch_end)
@@ -168,7 +170,7 @@ class TrainerLoop(EvaluationLoop):
         run.fire.epoch_end()
         return ended
 
-    def _go_on_inside_epoch(self) -> None:
+    def _resume_inside_epoch(self) -> None:
         """Set the generators of a resumed run as they were, and make the evaluation that was due when it was saved."""
         plan = self.run.evaluation
         resuming.apply_restored_rng(self.run)
@@ -183,8 +185,8 @@ class TrainerLoop(EvaluationLoop):
         fire, stepper = run.fire, run.stepper
         guard, window = stepper.guard, stepper.window
         for state.batch, last in self._batches(train_dl):  # on the device already, one batch ahead
-            if guard.to_pass_over:  # after a rollback: the batch is counted only
-                guard.to_pass_over -= 1
+            if guard.batches_to_skip:  # after a rollback: the batch is counted only
+                guard.batches_to_skip -= 1
                 state.clock.next_batch(*run.data.count(state.batch, None, window.world), False)
                 if self._at_boundary():
                     return True
@@ -319,13 +321,13 @@ class TrainerLoop(EvaluationLoop):
         fire.after_train_batch()
         fire.before_step()
         stepper.was_skipped = False
-        is_admitted = not guard.is_active or guard.admits(
+        is_admitted = not guard.is_active or guard.should_step(
             self.last_grad_norm if run.norm_is_tested else None, None if calls.is_weighted else self.state.loss
         )
         if is_admitted:
             calls.step()
         else:
-            stepper.leave_out()
+            stepper.end_skipped_update()
         fire.after_step()
         if is_admitted and calls.schedule is not None and (self.state.schedulers or calls.is_own_schedule):
             calls.schedule()
@@ -334,7 +336,7 @@ class TrainerLoop(EvaluationLoop):
             stepper.end()
         if is_admitted and guard.is_immediate and not guard.verdict:
             return
-        verdict = guard.close(stepper.left_out() if is_admitted else None)
+        verdict = guard.close(stepper.skipped_units() if is_admitted else None)
         if verdict and run.recovery is not None:
             run.recovery.act_on(verdict)
 
@@ -370,12 +372,12 @@ class TrainerLoop(EvaluationLoop):
         if is_due is not None and plan.interval is None and agreement.vote is not None:
             # The answer of a user's function is about this batch, so that of all ranks is waited for.
             request = agreement.request(yes=is_due(clock))
-            answer = agreement.vote.says_yes
+            answer = agreement.vote.any_rank_votes_yes
             is_due = lambda clock: answer
         else:
             request = agreement.after_batch()
         is_open = bool(window.count) and run.units is None
-        if request and is_open and agreement.is_soon_whole(request, window.length - window.count):
+        if request and is_open and agreement.waits_for_window_end(request, window.length - window.count):
             request = 0  # requested again after the next batch
         ended = agreement.limits.reached_inside_epoch(clock)
         if is_due is not None and not ended and request in (0, SAVE_SIGNAL):

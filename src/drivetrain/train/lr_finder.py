@@ -17,7 +17,7 @@ from drivetrain.core.errors import ConfigError, MissingExtra, StopTrainingError
 from drivetrain.core.types import Settings
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.run import current_run, set_current_run
-from drivetrain.runtime.seeds import rng_kept
+from drivetrain.runtime.seeds import preserve_rng_state
 from drivetrain.train import loaders
 from drivetrain.train.batches import BatchOutput, map_tensors
 from drivetrain.train.callbacks.base import TrainerCallback
@@ -132,7 +132,7 @@ def _restored(trainer: "Trainer", data: object) -> Iterator[None]:
     loader = data if loaders.is_ready_loader(data) else SimpleNamespace(dataset=data)
     position = loader_state(loader)
     with (
-        rng_kept(),
+        preserve_rng_state(),
         discarded_history(trainer.logbook),
         with_attributes(trainer.run.shared, "scheduler_is_ours"),
         with_attributes(state, "schedulers", "rank_zero_seed"),

@@ -32,9 +32,9 @@ from drivetrain.module.precision import PRECISIONS, Precision, parse_precision
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import data_group, data_rank, get_num_processes, is_master, num_data_ranks
 from drivetrain.runtime.run import current_run
-from drivetrain.runtime.seeds import rng_kept
+from drivetrain.runtime.seeds import preserve_rng_state
 from drivetrain.strategy.apply import Application, apply_to_called_model, check_model
-from drivetrain.strategy.dry_run import follow_task, try_plan
+from drivetrain.strategy.dry_run import try_plan, with_counted_loss
 from drivetrain.strategy.mesh import mesh_size
 from drivetrain.strategy.optimizer_recipe import recipe_of
 from drivetrain.strategy.registry import method_names
@@ -224,7 +224,7 @@ def _verify(request: PlanRequest, plan: Strategy, resolved: ResolvedPlan) -> tup
 
 def _run_samples(request: PlanRequest, model: nn.Module) -> object:
     """Return a model's outputs for a few samples of the training data."""
-    with rng_kept():
+    with preserve_rng_state():
         samples = read_samples(*_source(request), count=8)
         return TrainingTask(call=CallByForm(request.form_of(samples, model)), samples=samples).run_samples(model)
 
@@ -389,7 +389,7 @@ def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:
             f"strategy='auto' needs a few samples, but reading them from a {type(source).__name__} would consume them. Give train() a "
             "dataset or a torch DataLoader, or give the plan."
         )
-    with rng_kept():
+    with preserve_rng_state():
         samples = read_samples(dataset, collate)
     form, settings = request.form_of(samples, model), Settings()
     obstacles = [
@@ -412,7 +412,7 @@ def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:
         loss_graph=request.loss_graph,
         **settings,
     )
-    return follow_task(task), next(iter(obstacles), None)
+    return with_counted_loss(task), next(iter(obstacles), None)
 
 
 def _source(request: PlanRequest) -> tuple[Any, Callable[..., object] | None]:

@@ -23,15 +23,15 @@ from drivetrain.core.event import Event
 from drivetrain.core.time import Interval
 from drivetrain.core.types import Settings
 from drivetrain.module.accumulation import AccumulationWindow
-from drivetrain.module.full_state import give_parts_again
+from drivetrain.module.full_state import restore_sharded_state_dict
 from drivetrain.module.precision import warn_unscaled_float16
-from drivetrain.module.probing import buffers_kept
+from drivetrain.module.probing import restore_buffers_after
 from drivetrain.module.stepper import Stepper
 from drivetrain.optim.scheduler import OptimScheduler
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.runtime.run import current_run
-from drivetrain.runtime.seeds import rng_kept
+from drivetrain.runtime.seeds import preserve_rng_state
 from drivetrain.train import arguments, loaders, resuming
 from drivetrain.train.accelerator import as_runtime
 from drivetrain.train.batches import batch_size_of, check_generates, split_batch
@@ -58,7 +58,7 @@ def prepare_run(
     check_generates(trainer, run.generate)
     prepare_folder_for(settings, run.shared.own_folders, until_end)
     if isinstance(state.model, nn.Module):
-        give_parts_again(state.model)
+        restore_sharded_state_dict(state.model)
     run.loss.is_first = True
 
     loaders.use_data_ranks(run.shared)
@@ -177,8 +177,8 @@ def prepare_loop(trainer: "Trainer") -> None:
     _log_steps(trainer)
 
     prepare_recovery(run, state, engine.plugins, trainer.logbook, trainer.runtime.print)
-    looks_on = engine.listens(Event.AFTER_TRAIN_BATCH) or engine.listens(Event.BEFORE_STEP)
-    run.norm_is_tested = settings.gradient_clip_norm is not None and run.units is None and not looks_on
+    reads_gradients = engine.listens(Event.AFTER_TRAIN_BATCH) or engine.listens(Event.BEFORE_STEP)
+    run.norm_is_tested = settings.gradient_clip_norm is not None and run.units is None and not reads_gradients
     assert run.checkpoints is not None
     run.has_boundary_work = bool(
         run.agreement.vote is not None
@@ -345,7 +345,7 @@ def find_microbatch_size(trainer: "Trainer", given: int | str | None) -> int | N
     batch = batch if move is None else move(batch)
     rows = size = batch_size_of(None, batch)
     try:
-        with rng_kept(), buffers_kept(trainer.model):
+        with preserve_rng_state(), restore_buffers_after(trainer.model):
             while not all(all_gather_values(_fits(trainer, split_batch(batch, size)[0]))):
                 if size == 1:
                     raise DeviceError(

@@ -283,7 +283,7 @@ class MetricWatch:
         history, value = trainer.run_history, None
         names = self._names if trainer.evaluates_inside_epochs else self._names[:1]
         recorded = [name for name in names if name in history.get_metric_names()]
-        if not recorded and not inside_epoch and not _evaluation_is_to_come(trainer, self.metric):
+        if not recorded and not inside_epoch and not _awaits_first_evaluation(trainer, self.metric):
             history.get_latest_metric(self.metric)  # raises, with the recorded names
         for name in recorded:
             count = history._num_values(name)
@@ -320,7 +320,7 @@ class MetricWatch:
         self.best, self._restored = state["best"], state.get("seen", {})
 
 
-def _evaluation_is_to_come(trainer: "EvaluationLoop", metric: str) -> bool:
+def _awaits_first_evaluation(trainer: "EvaluationLoop", metric: str) -> bool:
     """Whether a metric may be missing only because the first evaluation has not been due yet."""
     if trainer.run.data.evaluation is None or metric.startswith("train"):
         return False

@@ -487,7 +487,7 @@ class Trainer(TrainerLoop):
             return
         save = partial(checkpoints.save_state, self.state, output_dir, dict(checkpoint_kwargs or {}))
         if self.run.inside_step and self.run.checkpoints is not None:
-            self.run.checkpoints.when_whole(save)
+            self.run.checkpoints.save_at_boundary(save)
             self.run.has_boundary_work = True
         else:
             save()

@@ -20,7 +20,7 @@ from torch import Tensor
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import Settings
 from drivetrain.module.wrapping import clean_state_dict
-from drivetrain.runtime.seeds import rng_kept
+from drivetrain.runtime.seeds import preserve_rng_state
 from drivetrain.train.callbacks import TrainerCallback
 from drivetrain.train.checkpoints import plain_scheduler_state
 from drivetrain.train.loaders import is_ready_loader
@@ -93,7 +93,7 @@ def verify_resume(
         torch.manual_seed(seed)
         return _run(build(), train_dataset, num_steps, folder, train_kwargs, stop_at)
 
-    with rng_kept(), tempfile.TemporaryDirectory() as folder:
+    with preserve_rng_state(), tempfile.TemporaryDirectory() as folder:
         whole = run(seed)
         half = run(seed, folder, stop_at=num_steps // 2)
         resumed = run(seed + 1, folder)

@@ -74,7 +74,7 @@ def test_a_restarted_machine_is_named(tmp_path, monkeypatch):
     manifest["host"]["name"] = platform.node()
     (folder / "manifest.json").write_text(json.dumps(manifest))
     monkeypatch.setattr(health, "_boot_time", time.time)
-    assert "this machine was restarted" in health._silent_death(read_run(folder))
+    assert "this machine was restarted" in health._cause_without_message(read_run(folder))
 
 
 def test_an_interrupted_run_names_the_signal(command, tmp_path):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from drivetrain.experiment.cli.resume import reasons_for_distrust
+from drivetrain.experiment.cli.resume import find_untrusted_reasons
 from drivetrain.experiment.records import find_runs
 
 EVIL = "from pathlib import Path\nPath(__file__).with_name('owned').touch()\n"
@@ -72,7 +72,7 @@ def test_a_link_outside_that_leads_into_a_run_folder_is_found_out(run, tmp_path)
     folder, _ = run
     (folder / "train.py").write_text(EVIL)
     (tmp_path / "link.py").symlink_to(folder / "train.py")
-    assert any("inside the run folder" in reason for reason in reasons_for_distrust(tmp_path / "link.py"))
+    assert any("inside the run folder" in reason for reason in find_untrusted_reasons(tmp_path / "link.py"))
 
 
 @pytest.mark.parametrize("source", ["evil", "evil:attr", "os", "../evil.txt", 3, ["train.py"]])
@@ -99,14 +99,14 @@ def test_permissions_that_let_others_write_are_named(tmp_path):
     file.write_text("")
     file.chmod(0o644)
     folder.chmod(0o755)
-    assert reasons_for_distrust(file) == []
+    assert find_untrusted_reasons(file) == []
     file.chmod(0o646)
-    assert reasons_for_distrust(file) == ["every user can write to it"]
+    assert find_untrusted_reasons(file) == ["every user can write to it"]
     file.chmod(0o644)
     folder.chmod(0o777)
-    assert reasons_for_distrust(file) == [f"every user can replace files in {folder.resolve()}"]
+    assert find_untrusted_reasons(file) == [f"every user can replace files in {folder.resolve()}"]
     folder.chmod(0o1777)
-    assert reasons_for_distrust(file) == []
+    assert find_untrusted_reasons(file) == []
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give a file away")
@@ -114,7 +114,7 @@ def test_a_file_of_another_user_is_named(tmp_path):
     file = tmp_path / "train.py"
     file.write_text("")
     os.chown(file, 12345, -1)
-    assert reasons_for_distrust(file) == ["it belongs to another user (12345)"]
+    assert find_untrusted_reasons(file) == ["it belongs to another user (12345)"]
 
 
 def test_json_output_stays_json(command, run):

@@ -10,7 +10,7 @@ from base64 import b64decode
 
 import pytest
 
-from drivetrain.experiment.reports.curves import MOST_POINTS, Curve, MetricsCurves, Thinned, encode
+from drivetrain.experiment.reports.curves import MOST_POINTS, Curve, DownsampledSequence, MetricsCurves, encode
 from drivetrain.experiment.summaries import TagSummary, read_added
 from tests.experiment.test_summaries import scalar, write_rows
 
@@ -146,7 +146,7 @@ def test_a_file_that_grows_gives_the_curves_of_the_whole_file(tmp_path):
 
 
 def test_of_histograms_and_times_evenly_spaced_ones_are_kept():
-    thinned = Thinned(10)
+    thinned = DownsampledSequence(10)
     for first in range(0, 1000, 7):
         thinned.extend(list(range(first, min(first + 7, 1000))))
     kept = thinned.entries

@@ -25,7 +25,7 @@ from drivetrain.core.types import Batch
 from drivetrain.module import attention
 from drivetrain.module.attention import ATTRIBUTE, AttentionAdapter, AttentionBias, find_attention, registered_attention
 from drivetrain.module.surgery import replace_module_classes, update_params_in_optimizer
-from drivetrain.module.wrapping import written_class
+from drivetrain.module.wrapping import user_class
 
 _TABLES = {"BertEmbeddings": "position_embeddings", "RobertaEmbeddings": "position_embeddings", "GPT2Model": "wpe"}
 """Where classes of transformers keep their table."""
@@ -148,7 +148,7 @@ def apply_alibi(
         if mask_replacement_function is not None:
             mask_replacement_function(layer, max_sequence_length)
     attention.leave_fast_path(model)
-    known = ((module, _TABLES.get(written_class(module).__name__)) for module in model.modules())
+    known = ((module, _TABLES.get(user_class(module).__name__)) for module in model.modules())
     tables = [(module, name) for module, name in known if name is not None]
     if position_embedding_attribute is not None:
         tables.append(position_table_at(model, position_embedding_attribute))

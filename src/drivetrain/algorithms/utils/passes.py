@@ -24,7 +24,7 @@ from drivetrain.module.precision import parse_precision
 from drivetrain.module.probing import attributes_set
 from drivetrain.module.wrapping import num_inputs, unwrap
 from drivetrain.runtime.ranks import data_group, is_distributed, num_data_ranks
-from drivetrain.runtime.seeds import rng_kept
+from drivetrain.runtime.seeds import preserve_rng_state
 
 
 def autocast_of(state: State) -> AbstractContextManager[object]:
@@ -76,7 +76,7 @@ def accepted_names(model: nn.Module) -> frozenset[str] | None:
 
 
 @contextmanager
-def without_trace(state: State) -> Iterator[None]:
+def preserve_buffers_and_rng(state: State) -> Iterator[None]:
     """Restore the model's buffers and all generators afterwards: running statistics and dropout continue as without it."""
     kept = [
         (module._buffers, name, buffer, None if buffer is None else buffer.clone())
@@ -84,7 +84,7 @@ def without_trace(state: State) -> Iterator[None]:
         for name, buffer in module._buffers.items()
     ]
     generators = [(generator, generator.get_state()) for generator in state.generators.values()]
-    with rng_kept():
+    with preserve_rng_state():
         try:
             yield
         finally:
@@ -95,11 +95,11 @@ def without_trace(state: State) -> Iterator[None]:
                     buffers[name] = buffer if buffer is None or before is None else buffer.copy_(before)
 
 
-def run_and_forget(state: State, batch: object) -> None:
+def warm_up_memory(state: State, batch: object) -> None:
     """Run a batch forward and backward once, so that its memory is reserved; parameters and gradients stay as they are."""
     parameters = [p for p in state.model.parameters() if p.requires_grad]
     is_sharded = any(hasattr(p, "device_mesh") for p in parameters)
-    with without_trace(state), torch.set_grad_enabled(not is_sharded):
+    with preserve_buffers_and_rng(state), torch.set_grad_enabled(not is_sharded):
         with autocast_of(state):
             outputs = call_model(state, batch)
         ends = [tensor.float().sum() for tensor in leaves(outputs, Tensor) if tensor.requires_grad]
@@ -127,7 +127,11 @@ def measure_batch_norms(state: State, max_batches: int | None = None) -> bool:
         return False
     # Dropout is off, only what is measured trains, and the statistics are a mean over all batches.
     modes: list[tuple[object, str, object]] = [(m, "training", m in layers) for m in model.modules()]
-    with rng_kept(), attributes_set([*modes, *((layer, "momentum", None) for layer in layers)]), autocast_of(state):
+    with (
+        preserve_rng_state(),
+        attributes_set([*modes, *((layer, "momentum", None) for layer in layers)]),
+        autocast_of(state),
+    ):
         for layer in layers:
             layer.reset_running_stats()
         for batch in itertools.islice(_own_pass(state), max_batches):

@@ -22,7 +22,7 @@ def elapsed_fraction(state: State, who: str) -> float:
     return float(elapsed.value)
 
 
-def has_come(time: Time, state: State, who: str) -> bool:
+def has_reached(time: Time, state: State, who: str) -> bool:
     """Return whether the run has reached a time."""
     if time.unit is TimeUnit.DURATION:
         # Nine decimals forgive binary fractions, so that 0.3dur of 10 batches is reached at batch 3.

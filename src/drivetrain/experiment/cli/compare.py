@@ -87,11 +87,11 @@ def compare_runs(lines: Sequence[RunLine]) -> Settings:
         "packages": differing([record.manifest.get("packages") or {} for record in records]),
         "hardware": {name: values for name, values in environments.items() if name not in NOT_HARDWARE},
         "metrics": metrics,
-        "losses_differ_from": _parting_losses(records) if len(lines) <= SIDE_BY_SIDE else {},
+        "losses_differ_from": _first_loss_differences(records) if len(lines) <= SIDE_BY_SIDE else {},
     }
 
 
-def _parting_losses(records: Sequence[RunRecord]) -> dict[str, float | None]:
+def _first_loss_differences(records: Sequence[RunRecord]) -> dict[str, float | None]:
     """Return the first step at which each loss differs between runs; a file that is missing or damaged does not count."""
     from drivetrain.record.jsonl import read_metrics
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from drivetrain.core.display import shown_bytes
+from drivetrain.core.display import format_bytes
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.experiment.cli.output import Check, own_command, print_checks
 from drivetrain.experiment.cli.runs import DEFAULT_PLACE, find_run
@@ -159,7 +159,7 @@ def _devices() -> Iterator[Check]:
     elif accelerator.type == "cuda":
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
-            found = f"{properties.name}, {shown_bytes(properties.total_memory)}, compute capability {properties.major}.{properties.minor}"
+            found = f"{properties.name}, {format_bytes(properties.total_memory)}, compute capability {properties.major}.{properties.minor}"
             yield Check(True, f"cuda:{index}", found)
     else:
         yield Check(True, accelerator.type, f"{torch.accelerator.device_count()} device(s)")
@@ -206,7 +206,7 @@ def _places(output_dir: str) -> Iterator[Check]:
     existing = next(folder for folder in (place, *place.parents) if folder.is_dir())
     free = shutil.disk_usage(existing).free
     remedy = "make room, or choose another --output-dir" if free < LEAST_DISK else ""
-    yield Check(free >= LEAST_DISK, "free disk", f"{shown_bytes(free)} in {existing}", remedy)
+    yield Check(free >= LEAST_DISK, "free disk", f"{format_bytes(free)} in {existing}", remedy)
     writable = os.access(existing, os.W_OK)
     remedy = "" if writable else "choose another --output-dir"
     yield Check(writable, "output folder", f"{place} can{'' if writable else 'not'} be written", remedy)
@@ -215,7 +215,7 @@ def _places(output_dir: str) -> Iterator[Check]:
         free = shutil.disk_usage(shared).free
         enough = free >= LEAST_SHARED_MEMORY
         remedy = "give the container more (docker run --shm-size 1g): data workers pass batches through it"
-        found = f"{shown_bytes(free)} free in {shared}"
+        found = f"{format_bytes(free)} free in {shared}"
         yield Check(enough or None, "shared memory", found, "" if enough else remedy)
 
 
@@ -237,7 +237,7 @@ def check_run(record: RunRecord) -> Iterator[Check]:
     yield from _checkpoints(run)
     yield _state(record)
     if record.state in (FAILED, LOST, INTERRUPTED):
-        yield from causes_of_death(run)
+        yield from find_end_causes(run)
         valid = [line.name for line in run.checkpoints if line.problem is None]
         command = f"{own_command()} resume {shlex.quote(str(record.folder))}"
         if valid:
@@ -260,7 +260,7 @@ def _metrics(run: RunData) -> Iterator[Check]:
 def _checkpoints(run: RunData) -> Iterator[Check]:
     for line in run.checkpoints:
         good = line.problem is None
-        found = f"{shown_bytes(line.size)}, every hash matches" if good else f"damaged: {line.problem}"
+        found = f"{format_bytes(line.size)}, every hash matches" if good else f"damaged: {line.problem}"
         yield Check(good, line.name, found, "" if good else "it is skipped on resume; delete it")
     if not run.checkpoints:
         yield Check(None, "checkpoints", "none")
@@ -283,7 +283,7 @@ def _state(record: RunRecord) -> Check:
     return Check(False, "state", state + last)
 
 
-def causes_of_death(run: RunData) -> Iterator[Check]:
+def find_end_causes(run: RunData) -> Iterator[Check]:
     """Yield what ended a run, the surest evidence first."""
     record, status = run.record, run.record.status
     code = status.get("exit_code")
@@ -300,10 +300,10 @@ def causes_of_death(run: RunData) -> Iterator[Check]:
     if status.get("error"):
         yield Check(False, "error", str(status["error"]))
     elif record.state == LOST and not known:
-        yield Check(False, "cause", _silent_death(record))
+        yield Check(False, "cause", _cause_without_message(record))
 
 
-def _silent_death(record: RunRecord) -> str:
+def _cause_without_message(record: RunRecord) -> str:
     """Return what may have ended a process that left no message."""
     heartbeat = float(record.status.get("heartbeat") or 0)
     if (record.manifest.get("host") or {}).get("name") == platform.node():
@@ -314,7 +314,7 @@ def _silent_death(record: RunRecord) -> str:
             return f"killed without a message; the kernel has ended {kills} process(es) because memory ran out, perhaps this one"
     free = shutil.disk_usage(record.folder).free
     if free < 100_000_000:
-        return f"it ended without a message, and the disk has only {shown_bytes(free)} left"
+        return f"it ended without a message, and the disk has only {format_bytes(free)} left"
     return "killed without a message: SIGKILL (by hand, a scheduler, or the kernel because memory ran out), a crash, or a power cut"
 
 

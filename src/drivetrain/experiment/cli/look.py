@@ -2,7 +2,7 @@
 
 import argparse
 
-from drivetrain.core.display import shown_bytes
+from drivetrain.core.display import format_bytes
 from drivetrain.core.errors import ConfigError, ExperimentError
 from drivetrain.core.locking import is_locked
 from drivetrain.core.types import Settings
@@ -110,7 +110,7 @@ def _print_run(run: RunData) -> None:
         lines = []
         for line in run.checkpoints:
             epoch, step = line.progress.get("ep"), line.progress.get("st")
-            lines.append((line.name, epoch, step, shown_bytes(line.size), line.problem or "valid"))
+            lines.append((line.name, epoch, step, format_bytes(line.size), line.problem or "valid"))
         print_table(["checkpoint", "epoch", "step", "size", "state"], lines, styles={"valid": "green"})
     for note in run.notes:
         print_lines(note, style="yellow")

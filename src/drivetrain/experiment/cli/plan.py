@@ -11,7 +11,7 @@ import shutil
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
-from drivetrain.core.display import shown_bytes
+from drivetrain.core.display import format_bytes
 from drivetrain.core.errors import ExperimentError
 from drivetrain.core.types import Settings
 from drivetrain.experiment.cli.output import print_either, print_lines, prints_to_stderr
@@ -93,7 +93,7 @@ def _plan(target: str, arguments: argparse.Namespace) -> int:
         draw(plan, arguments.picture)
     _print_plan(plan, arguments.json)
     if failure is not None and failure.shortfall_bytes is not None and not arguments.json:
-        print_lines(f"short by {shown_bytes(failure.shortfall_bytes)} on each device", style="red")
+        print_lines(f"short by {format_bytes(failure.shortfall_bytes)} on each device", style="red")
     elif arguments.out is not None and failure is None and not arguments.json:
         print_lines(f"written to {arguments.out}")
     return 0 if failure is None else INFEASIBLE
@@ -166,7 +166,7 @@ def _for_trainer(
 
 def _list_or_clear(arguments: argparse.Namespace) -> None:
     """List or remove the plans that searches have kept."""
-    from drivetrain.strategy.search.plan_cache import clear_plans, kept_plans
+    from drivetrain.strategy.search.plan_cache import cached_plans, clear_plans
 
     if arguments.what:
         raise ExperimentError(f"plan --list and --clear take no names, got {' '.join(arguments.what)}.")
@@ -175,7 +175,7 @@ def _list_or_clear(arguments: argparse.Namespace) -> None:
         print_either(arguments.json, {"removed": count}, f"{count} cached plans removed")
         return
     names = ("made", "model", "device", "world", "batch", "path")
-    rows = [{name: getattr(one, name) for name in names} for one in kept_plans()]
+    rows = [{name: getattr(one, name) for name in names} for one in cached_plans()]
     lines = ["{made}  {model}, batch {batch}, {world} x {device}: {path}".format(**row) for row in rows]
     print_either(arguments.json, {"plans": rows}, *(lines or ["no cached plans"]))
 

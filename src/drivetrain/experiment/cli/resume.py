@@ -50,7 +50,7 @@ def resume(arguments: argparse.Namespace) -> int:
     if folder is not None:
         return _resume_sweep(folder, arguments)
     record = find_run(arguments.run)
-    if record.is_live and is_locked(record.folder, is_patient=True):
+    if record.is_live and is_locked(record.folder, assume_alive=True):
         raise ResumeError(f"the run {record.folder} is running now: a live process holds its lock. Wait until it ends.")
     experiment = _trusted_experiment(record, arguments)
     resolved = _resolved(experiment, record, arguments)
@@ -93,7 +93,7 @@ def _trusted_experiment(record: RunRecord, arguments: argparse.Namespace) -> "Ex
     source = Path(os.path.abspath(named))
     with prints_to_stderr() if arguments.json else nullcontext():
         print_lines(*describe_source(record, source))  # before anything of it is run
-    if not arguments.trust and (reasons := reasons_for_distrust(source)):
+    if not arguments.trust and (reasons := find_untrusted_reasons(source)):
         raise ResumeError(
             f"{source} is not run: {'; '.join(reasons)}. Read the file; if you trust it, resume again with --trust, or start your own "
             "copy of the program with --resume."
@@ -170,7 +170,7 @@ def describe_source(record: RunRecord, path: Path) -> list[str]:
     ]
 
 
-def reasons_for_distrust(path: Path) -> list[str]:
+def find_untrusted_reasons(path: Path) -> list[str]:
     """Return why someone else may have written a file; none where only this user or root can have."""
     real = path.resolve()
     reasons = [

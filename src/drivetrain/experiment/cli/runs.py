@@ -21,7 +21,7 @@ from drivetrain.experiment.records import (
     read_run,
     short_id,
 )
-from drivetrain.experiment.reports.gather import common_objective, differing, main_metric, telling_settings
+from drivetrain.experiment.reports.gather import common_objective, differing, distinguishing_parameters, main_metric
 from drivetrain.experiment.summaries import MetricsSummary, summary_of
 
 DEFAULT_PLACE = "output"
@@ -129,7 +129,7 @@ class RunLine:
 
     def settings(self) -> Settings:
         """Return the parameters that can make a difference."""
-        return telling_settings(self.record)
+        return distinguishing_parameters(self.record)
 
     def facts(self) -> Settings:
         """Return what `ls` shows of every run."""

@@ -26,7 +26,7 @@ EXACT_IN_FLOAT = 1e-3
 """Values whose range is a smaller share of their size are written as doubles."""
 
 
-class Stretch(NamedTuple):
+class CurveSegment(NamedTuple):
     """What is kept of some consecutive values; `low` is infinite where none is finite."""
 
     low: float
@@ -43,10 +43,10 @@ class Stretch(NamedTuple):
         """The mean of the finite values; the middle of the range where their sum is too large for a float."""
         return self.total / self.num_finite if math.isfinite(self.total) else self.low / 2 + self.high / 2
 
-    def joined(self, other: "Stretch") -> "Stretch":
+    def joined(self, other: "CurveSegment") -> "CurveSegment":
         """Return this stretch and the next one as one."""
         low, high = (self if self.low <= other.low else other), (self if self.high >= other.high else other)
-        return Stretch(
+        return CurveSegment(
             low.low,
             low.low_step,
             high.high,
@@ -57,17 +57,17 @@ class Stretch(NamedTuple):
         )
 
 
-def stretch_of(steps: Sequence[int], values: Sequence[float]) -> Stretch:
+def make_segment(steps: Sequence[int], values: Sequence[float]) -> CurveSegment:
     """Return what is kept of consecutive values, at least one."""
     finite_steps, finite = finite_only(steps, values)
     bad = None
     if len(finite) < len(values):
         bad = next(step for step, value in zip(steps, values) if not math.isfinite(value))
         if not finite:
-            return Stretch(math.inf, steps[0], -math.inf, steps[0], 0.0, 0, bad)
+            return CurveSegment(math.inf, steps[0], -math.inf, steps[0], 0.0, 0, bad)
     low, high = min(finite), max(finite)
     low_step, high_step = finite_steps[finite.index(low)], finite_steps[finite.index(high)]
-    return Stretch(low, low_step, high, high_step, sum(finite), len(finite), bad)
+    return CurveSegment(low, low_step, high, high_step, sum(finite), len(finite), bad)
 
 
 class Curve(TagSummary):
@@ -75,7 +75,7 @@ class Curve(TagSummary):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stretches: list[Stretch] = []
+        self.stretches: list[CurveSegment] = []
         self.size = 1
         """Values in each stretch but the last."""
         self._missing = 0  # values that the last stretch still takes
@@ -93,7 +93,7 @@ class Curve(TagSummary):
         place = 0
         while place < len(values):
             end = place + (self._missing or self.size)
-            stretch = stretch_of(steps[place:end], values[place:end])
+            stretch = make_segment(steps[place:end], values[place:end])
             if self.bad_step is None:
                 self.bad_step = stretch.bad_step
             left = max(0, end - len(values))
@@ -131,7 +131,7 @@ class Curve(TagSummary):
         return found
 
 
-def halved(stretches: Sequence[Stretch]) -> list[Stretch]:
+def halved(stretches: Sequence[CurveSegment]) -> list[CurveSegment]:
     """Return stretches of twice the size."""
     pairs = [one.joined(two) for one, two in zip(stretches[::2], stretches[1::2])]
     return pairs + list(stretches[-1:]) if len(stretches) % 2 else pairs
@@ -162,10 +162,10 @@ class MetricsCurves(MetricsSummary):
     """A metrics file as a page shows it: curves, histograms, texts and results."""
 
     texts: dict[str, str] = field(default_factory=dict)
-    histograms: dict[str, "Thinned"] = field(default_factory=dict)
+    histograms: dict[str, "DownsampledSequence"] = field(default_factory=dict)
     results: dict[str, Any] = field(default_factory=dict)
     """What was recorded as summary of the run."""
-    clock: "Thinned" = field(default_factory=lambda: Thinned(MOST_KNOTS))
+    clock: "DownsampledSequence" = field(default_factory=lambda: DownsampledSequence(MOST_KNOTS))
     """Pairs of step and time."""
     kind = Curve
 
@@ -183,7 +183,7 @@ class MetricsCurves(MetricsSummary):
             self.results |= value
         elif kind == "histogram" and is_histogram(value):
             if tag not in self.histograms:
-                self.histograms[tag] = Thinned(MOST_HISTOGRAMS)
+                self.histograms[tag] = DownsampledSequence(MOST_HISTOGRAMS)
             kept = {name: value[name] for name in ("low", "high", "counts")}
             self.histograms[tag].extend([{"step": row["step"]} | kept])
         elif kind == "scalar" and isinstance(time, int | float) and math.isfinite(time):
@@ -201,7 +201,7 @@ class MetricsCurves(MetricsSummary):
         return sorted((int(entry[0]), float(entry[1])) for entry in self.clock.entries)
 
 
-class Thinned:
+class DownsampledSequence:
     """A sequence of which at most about `2 * most` evenly spaced entries and the last one are kept."""
 
     def __init__(self, most: int):

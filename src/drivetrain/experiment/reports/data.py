@@ -11,20 +11,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drivetrain.core.display import shown_bytes
+from drivetrain.core.display import format_bytes
 from drivetrain.core.files import read_limited
 from drivetrain.experiment.directions import direction_of
 from drivetrain.experiment.parameters import standard_parameters
 from drivetrain.experiment.records import read_remarks, short_id
-from drivetrain.experiment.reports.curves import MOST_HISTOGRAMS, MOST_POINTS, Curve, Thinned, encode
+from drivetrain.experiment.reports.curves import MOST_HISTOGRAMS, MOST_POINTS, Curve, DownsampledSequence, encode
 from drivetrain.experiment.reports.gather import (
     PICTURE_TYPES,
     PictureFile,
     RunData,
     common_objective,
+    distinguishing_parameters,
     environment_of,
     main_metric,
-    telling_settings,
 )
 
 ALL_POINTS, ALL_CURVES, ALL_HISTOGRAMS, ALL_BYTES = 1_000_000, 30_000, 6_000, 24_000_000
@@ -108,7 +108,7 @@ def run_as_data(run: RunData, blobs: Blobs, limits: Limits) -> dict[str, Any]:
         "error": blobs.keep(str(status.get("error") or "")),
         "notes": notes,
         "parameters": _parameters(run),
-        "telling": list(telling_settings(record)),
+        "telling": list(distinguishing_parameters(record)),
         "metrics": {
             tag: [
                 *map(plain, (own.last, own.low, own.low_step, own.high, own.high_step, own.count)),
@@ -129,7 +129,7 @@ def run_as_data(run: RunData, blobs: Blobs, limits: Limits) -> dict[str, Any]:
                 "epoch": plain(line.progress.get("ep")),
                 "step": plain(line.progress.get("st")),
                 "samples": plain(line.progress.get("sp")),
-                "size": shown_bytes(line.size),
+                "size": format_bytes(line.size),
                 "marks": [word for word, holds in (("last", line.is_last), ("best", line.is_best)) if holds],
                 "problem": line.problem,
             }
@@ -221,7 +221,7 @@ def spread(count: int) -> list[int]:
     return order
 
 
-def _histograms(found: Mapping[str, Thinned], most: int) -> dict[str, list[Any]]:
+def _histograms(found: Mapping[str, DownsampledSequence], most: int) -> dict[str, list[Any]]:
     per_tag = max(1, min(MOST_HISTOGRAMS, most // max(1, len(found))))
     chosen = {}
     for tag, thinned in list(found.items())[:most]:

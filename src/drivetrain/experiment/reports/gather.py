@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drivetrain.core.display import shown_seconds
+from drivetrain.core.display import format_duration
 from drivetrain.core.errors import CheckpointError, StateError
 from drivetrain.core.files import is_real_folder, is_regular, read_end
 from drivetrain.core.types import Settings
@@ -220,7 +220,7 @@ def differs(values: Sequence[object]) -> bool:
     return any(value != values[0] for value in values[1:])
 
 
-def telling_settings(record: RunRecord) -> dict[str, Any]:
+def distinguishing_parameters(record: RunRecord) -> dict[str, Any]:
     """Return the parameters that can make a difference: not where and how the run happens, and a seed only if it was given."""
     own = {name: value for name, value in record.settings.items() if name not in BOOKKEEPING}
     if record.origins.get(SEED, "default") in ("default", "sweep"):
@@ -259,4 +259,4 @@ def moment(seconds: float) -> str:
 
 def duration(seconds: float | None) -> str:
     """Return a duration as text; None is unknown."""
-    return "unknown" if seconds is None else shown_seconds(seconds)
+    return "unknown" if seconds is None else format_duration(seconds)

@@ -28,9 +28,9 @@ from drivetrain.experiment.sweeps.jobs import (
     SHARED_DISK_SECONDS,
     JobWatch,
     TrialJob,
+    importable_reference,
     job_note,
     make_job,
-    reference_from_afar,
     state_of,
 )
 from drivetrain.experiment.sweeps.trial import Trial, TrialOutcome
@@ -104,7 +104,7 @@ class SubmititExecutor(Executor):
     def start(self, work: TrialWork) -> None:
         """Check that a job will find the experiment."""
         super().start(work)
-        self._reference = reference_from_afar(work.experiment)
+        self._reference = importable_reference(work.experiment)
         self._submitter = None
         self._watch = JobWatch(work, patience=SHARED_DISK_SECONDS if self.config.cluster == "slurm" else 0.0)
 
@@ -114,7 +114,7 @@ class SubmititExecutor(Executor):
         if self._submitter is None:
             self._submitter = self._make_submitter(Path(self.config.folder or trial.run_dir.parent / "submitit"))
         self._requeued[trial.index] = 0
-        job = self._left_behind(trial)
+        job = self._find_orphaned_job(trial)
         if job is None:
             self._send(trial)
         else:
@@ -153,7 +153,7 @@ class SubmititExecutor(Executor):
             return None
         return f"job {job.job_id} ended ({job.state}) before the trial did. Its output: {job.paths.stderr}"
 
-    def _left_behind(self, trial: Trial) -> object:
+    def _find_orphaned_job(self, trial: Trial) -> object:
         """Return the job that an earlier process of this sweep submitted, if SLURM still has it."""
         note = job_note(trial, "job")
         if self.config.cluster != "slurm" or not note.is_file():
@@ -259,7 +259,7 @@ class RayExecutor(Executor):
     def start(self, work: TrialWork) -> None:
         """Join Ray, or start it, and see how many trials it holds."""
         super().start(work)
-        self._reference = reference_from_afar(work.experiment)
+        self._reference = importable_reference(work.experiment)
         self._join()
         self.slots = self._count_slots()
         options: Settings = {"resources": dict(self.config.resources), "runtime_env": dict(self.config.runtime_env)}

@@ -128,7 +128,7 @@ def make_job(
     return TrialJob(reference, work.for_process(), trial, mailbox, search_path, dict(environment or {}))
 
 
-def reference_from_afar(experiment: "Experiment") -> ExperimentReference:
+def importable_reference(experiment: "Experiment") -> ExperimentReference:
     """Return how a process finds the experiment that is no child of this one, and so has another `__main__`."""
     reference = reference_to(experiment)
     if reference.module != "__main__":

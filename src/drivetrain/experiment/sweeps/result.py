@@ -11,7 +11,7 @@ from typing import Any
 
 from drivetrain.core.display import printable, spreadsheet_cell
 from drivetrain.core.errors import ExperimentError, MissingExtra
-from drivetrain.core.files import PRIVATE_FILE, replacing
+from drivetrain.core.files import PRIVATE_FILE, atomic_write
 from drivetrain.core.types import Settings
 from drivetrain.experiment.run_folder import plain
 from drivetrain.experiment.sweeps.trial import (
@@ -101,7 +101,7 @@ class SweepResult(list[Trial]):
 
         With several objectives: the front, then those that few others beat, each group by its first objective.
         """
-        beaten = {} if self.goal.is_single else self._times_beaten
+        beaten = {} if self.goal.is_single else self._count_dominating_trials
         sign = 1 if self.goal.directions[0] == "min" else -1
 
         def place(trial: Trial) -> tuple[bool, int, float, int]:
@@ -111,7 +111,7 @@ class SweepResult(list[Trial]):
         return sorted(self, key=place)
 
     @functools.cached_property
-    def _times_beaten(self) -> dict[int, int]:
+    def _count_dominating_trials(self) -> dict[int, int]:
         valued = [trial for trial in self if trial.objectives]
         return {trial.index: sum(self.goal.beats(other, trial) for other in valued) for trial in valued}
 
@@ -120,7 +120,7 @@ class SweepResult(list[Trial]):
         """The trials that no other beats: the Pareto front of several objectives, of one the best."""
         if self.goal.is_single:
             return [trial for trial in self.ranked if trial.objectives and trial.objectives == self.best.objectives]
-        return [trial for trial in self.ranked if self._times_beaten.get(trial.index) == 0]
+        return [trial for trial in self.ranked if self._count_dominating_trials.get(trial.index) == 0]
 
     @property
     def best(self) -> Trial:
@@ -214,7 +214,7 @@ class SweepResult(list[Trial]):
         metrics = list(dict.fromkeys(name for trial in self for name in trial.metrics))
         values = ["value"] if self.goal.is_single else [f"value.{name}" for name in self.goal.names]
         fixed = ["trial", "status", *values, "seconds", "attempts", "run", "error"]
-        with replacing(Path(path), mode=PRIVATE_FILE) as raw:
+        with atomic_write(Path(path), mode=PRIVATE_FILE) as raw:
             stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", newline="")
             writer = csv.writer(stream)
             writer.writerow([*fixed, *(f"params.{name}" for name in params), *(f"metrics.{name}" for name in metrics)])
@@ -225,7 +225,7 @@ class SweepResult(list[Trial]):
                 cells += [trial.metrics.get(name) for name in metrics]
                 writer.writerow([spreadsheet_cell(value) for value in cells])
             stream.flush()
-            stream.detach()  # `replacing` closes the file beneath it
+            stream.detach()  # `atomic_write` closes the file beneath it
         return Path(path)
 
     def plot(self, path: str | Path) -> Path:

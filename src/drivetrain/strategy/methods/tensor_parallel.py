@@ -15,7 +15,7 @@ from drivetrain.core.errors import ConflictError, MethodConfigError
 from drivetrain.core.types import Settings
 from drivetrain.module.distributed_tensors import synchronise
 from drivetrain.module.tensor_parallel import STYLES, expand_tp_plan, find_tp_plan, parallelize, split_head
-from drivetrain.module.vocabulary_parallel import accepting_split_logits
+from drivetrain.module.vocabulary_parallel import wrap_loss_for_split_logits
 from drivetrain.strategy.method import Method, Option, Site, Stage, config_errors
 from drivetrain.strategy.methods.fsdp import SHARDING
 from drivetrain.strategy.profile.values import divides_heads
@@ -181,7 +181,7 @@ class TensorParallel(Method):
             self._run_on_pieces(ctx, mesh, pieces)
         ctx.note(f"tensor_parallel: {len(expanded)} layers over {mesh.size()} ranks")
         if "vocabulary" in expanded.values():
-            ctx.loss_changes.append(accepting_split_logits)
+            ctx.loss_changes.append(wrap_loss_for_split_logits)
             ctx.note("tensor_parallel: in training, logits stay split over ranks until the loss")
         for remark in remarks:
             ctx.note(f"tensor_parallel: {remark}")
@@ -198,7 +198,7 @@ class TensorParallel(Method):
         )
         site = ctx.plan.site
         others = site.axis("pipe") > 1 or site.axis("sequence") > 1 or "native_dynamo" in site.names
-        run_on_pieces(ctx.model, mesh, here, joins_each=others)
+        run_on_pieces(ctx.model, mesh, here, gather_after_each_block=others)
         where = "within each block" if others else "from the first block to the last"
         ctx.note(
             f"tensor_parallel: {len(here.norms)} norms and the layers after them on parts of the sequence, {where}"

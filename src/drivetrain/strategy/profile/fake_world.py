@@ -23,7 +23,7 @@ from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.probing import attributes_set
 from drivetrain.runtime.group import destroy_group
 from drivetrain.runtime.ranks import data_group, is_distributed
-from drivetrain.runtime.seeds import rng_kept
+from drivetrain.runtime.seeds import preserve_rng_state
 from drivetrain.strategy.profile.operations import tensors_of
 from drivetrain.strategy.profile.torch_private import faked, is_fake, operation_rules
 from drivetrain.strategy.snapshot import ProcessSettings
@@ -100,13 +100,13 @@ def _copied(model: nn.Module, replace: Callable[[Tensor], Tensor], mode: Abstrac
 
 
 @contextmanager
-def left_as_it_was(model: nn.Module | None) -> Iterator[None]:
+def preserve_model_state(model: nn.Module | None) -> Iterator[None]:
     """Restore random states, the settings of the process, and what a model holds: a hook may write into the original while a copy runs.
 
     A fake tensor that stayed there would end the process as soon as somebody copies the model.
     """
     settings, held = ProcessSettings.capture(), _containers([] if model is None else map(vars, model.modules()))
-    with rng_kept():
+    with preserve_rng_state():
         try:
             yield
         finally:
@@ -148,7 +148,7 @@ def prepared_inputs(task: "TrainingTask", size: int, mode: "FakeTensorMode") -> 
     return tree_map_only(Tensor, lambda tensor: faked(mode, tensor), prepared)
 
 
-def pretended_moves() -> AbstractContextManager[None]:
+def allow_fake_module_moves() -> AbstractContextManager[None]:
     """Make `module.to(...)` work on modules of fake tensors: each tensor becomes what it was converted to."""
 
     def apply(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -273,7 +273,7 @@ _LOW = (torch.bfloat16, torch.float16)
 _UNREDUCED = ("aten::mse_loss", "aten::smooth_l1_loss", "aten::soft_margin_loss", "aten::binary_cross_entropy")
 
 
-def hold_as_torch_does(operation: "Operation", args: Sequence[Any], result: Tensor) -> None:
+def match_real_memory(operation: "Operation", args: Sequence[Any], result: Tensor) -> None:
     """Give a fake result the memory that the real one occupies.
 
     Some losses are written in the shape of their input first and are then shrunk to one number, but their storage is not: as long as
@@ -283,7 +283,7 @@ def hold_as_torch_does(operation: "Operation", args: Sequence[Any], result: Tens
         result.untyped_storage().resize_(args[0].numel() * args[0].element_size())
 
 
-def borrowed_bytes(operation: "Operation", args: Sequence[Any], result: Tensor) -> int:
+def workspace_bytes(operation: "Operation", args: Sequence[Any], result: Tensor) -> int:
     """Return the workspace of a kernel in bytes.
 
     cuDNN's convolutions compute with channels last. For tensors that have them first they copy input and output, as an H200 showed for all
@@ -329,7 +329,7 @@ def compiled_attention() -> Iterator[None]:
         _WRITTEN_OUT.reset(token)
 
 
-class StandIns(TorchDispatchMode):
+class UnsupportedOpHandler(TorchDispatchMode):
     """Handles what fake tensors cannot: conditions on values are false, and products of experts have a shape."""
 
     @classmethod

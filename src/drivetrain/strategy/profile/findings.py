@@ -53,7 +53,7 @@ class Findings:
         units = [self._unit(index, group.path, group.cls.__name__, group) for index, group in enumerate(groups)]
         return ModelProfile(
             units=(*units, self._unit(len(groups), "", type(model).__name__, None, rest)),
-            input_bytes=line_through(SIZES, [float(bytes_behind(tensors_of(inputs[size]))) for size in SIZES])[1],
+            input_bytes=line_through(SIZES, [float(storage_bytes(tensors_of(inputs[size]))) for size in SIZES])[1],
             # Output, what the loss keeps of it, and the gradient that the loss sends back, which is as large as what it keeps.
             logits_bytes=self._by_arithmetic(lambda recorder: recorder.output_bytes + 2 * recorder.loss.saved),
             sequence_length=recorder.sequence_length,
@@ -108,7 +108,7 @@ def _largest(small: Mapping[int, float], large: Mapping[int, float]) -> float:
     return max(((large[key] - small[key]) / (SIZES[1] - SIZES[0]) for key in large), default=0.0)
 
 
-def bytes_behind(tensors: list[Tensor]) -> int:
+def storage_bytes(tensors: list[Tensor]) -> int:
     """Return the bytes of all storages, counting each once."""
     storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storage.nbytes() for storage in storages.values())

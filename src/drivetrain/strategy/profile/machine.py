@@ -82,7 +82,7 @@ def profile_machine(device: torch.device, *, time_limit: float = 10.0) -> Machin
             measured = _as_machine(device, found, ranks)
             known = measured if known is None else replace(known, times=_joined(known.times, measured.times))
             write_machine(path, known)
-    machine = known or _presumed(device)
+    machine = known or _nearest_preset_profile(device)
     memory = memory_bytes(device)
     return replace(machine, memory=memory[0], free=memory[1]) if memory is not None else machine
 
@@ -237,7 +237,7 @@ def _group_size(device: torch.device, ranks: int) -> int:
 
 
 def _as_machine(device: torch.device, found: Figures, ranks: int) -> MachineProfile:
-    presumed = _presumed(device)
+    presumed = _nearest_preset_profile(device)
     total, free = host_memory() if device.type == "cpu" else (found.get("memory", 0), found.get("free", 0))
     link = link_of(found["link"], _group_size(device, ranks)) if found.get("link") else presumed.intra
     return replace(
@@ -257,7 +257,7 @@ def _as_machine(device: torch.device, found: Figures, ranks: int) -> MachineProf
     )
 
 
-def _presumed(device: torch.device) -> MachineProfile:
+def _nearest_preset_profile(device: torch.device) -> MachineProfile:
     """Return the machine of the nearest data sheet."""
     name = device_name(device)
     if device.type == "cpu":
@@ -314,10 +314,10 @@ def _smi(device: torch.device, what: str) -> str:
     number = device.index or 0
     names = [name.strip() for name in visible.split(",") if name.strip()]
     identity = names[number] if number < len(names) else str(number)
-    return _ask_smi(identity, what) if "memory" in what else _ask_smi_once(identity, what)
+    return _query_nvidia_smi(identity, what) if "memory" in what else _ask_smi_once(identity, what)
 
 
-def _ask_smi(identity: str, what: str) -> str:
+def _query_nvidia_smi(identity: str, what: str) -> str:
     command = shutil.which("nvidia-smi")
     if command is None:
         return ""
@@ -329,7 +329,7 @@ def _ask_smi(identity: str, what: str) -> str:
     return answer.stdout.strip() if answer.returncode == 0 else ""
 
 
-_ask_smi_once = functools.cache(_ask_smi)
+_ask_smi_once = functools.cache(_query_nvidia_smi)
 
 
 @functools.cache

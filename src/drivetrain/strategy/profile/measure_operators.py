@@ -26,7 +26,7 @@ _PAUSE = 2_000_000
 """Cycles that keep an accelerator busy while calls are put into its queue: about a millisecond."""
 
 
-class Question(NamedTuple):
+class OperatorBenchmark(NamedTuple):
     """One kind of operator: the axes of the grid, and what to run at a point (None if it is too large)."""
 
     key: str
@@ -42,7 +42,7 @@ def measure_operators(
     Keys that are known already are left out.
     """
     end = time.perf_counter() + seconds
-    for question in _questions(device):
+    for question in _operator_benchmarks(device):
         if question.key in known:
             continue
         values = []
@@ -106,7 +106,7 @@ def _device_seconds(call: Call, device: torch.device) -> float:
     return max(before.elapsed_time(after) * 1e-3 / count, 1e-7)
 
 
-def _questions(device: torch.device) -> Iterator[Question]:
+def _operator_benchmarks(device: torch.device) -> Iterator[OperatorBenchmark]:
     """Yield what to measure, the most useful first."""
     is_gpu = device.type == "cuda"
     half = "bfloat16" if not is_gpu or torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
@@ -117,17 +117,19 @@ def _questions(device: torch.device) -> Iterator[Question]:
         yield from _first_traffic(make, name, sizes)
     first = (half, "float32") if is_gpu else ("float32", half)
     for name in (*first, *(("tf32",) if is_gpu else ())):
-        yield Question(f"product/{name}", _PRODUCTS[is_gpu], partial(_product, make, name, 0))
+        yield OperatorBenchmark(f"product/{name}", _PRODUCTS[is_gpu], partial(_product, make, name, 0))
     if is_gpu:
         for word, more in (("odd", 1), ("even", 2)):
-            yield Question(f"product/{word}/{half}", _UNALIGNED, partial(_product, make, half, more))
-        yield Question("update/float32", sizes, partial(_update, make))
+            yield OperatorBenchmark(f"product/{word}/{half}", _UNALIGNED, partial(_product, make, half, more))
+        yield OperatorBenchmark("update/float32", sizes, partial(_update, make))
     for name in ("float32", half):
         yield from _more_traffic(make, name, sizes)
     for name, kind, way in itertools.product(first, ("full", "causal", "masked", "dropout"), _WAYS):
-        yield Question(f"attention/{kind}/{way}/{name}", _ATTENTION[is_gpu], partial(_attention, make, name, kind, way))
+        yield OperatorBenchmark(
+            f"attention/{kind}/{way}/{name}", _ATTENTION[is_gpu], partial(_attention, make, name, kind, way)
+        )
     for name in first:
-        yield Question(f"batched/{name}", _BATCHED[is_gpu], partial(_batched, make, name))
+        yield OperatorBenchmark(f"batched/{name}", _BATCHED[is_gpu], partial(_batched, make, name))
     pixels = _CONVOLUTION[is_gpu][1]
     convolutions: Sequence[tuple[str, Axes, Callable[..., Call | None]]] = (
         ("conv/1", _CONVOLUTION[is_gpu], partial(_dense, 1)),
@@ -140,7 +142,7 @@ def _questions(device: torch.device) -> Iterator[Question]:
     layouts = ("last", "first") if is_gpu else ("first", "last")
     for name, layout, way in itertools.product(first, layouts, _WAYS):
         for kind, axes, build in convolutions:
-            yield Question(f"{kind}/{layout}/{way}/{name}", axes, partial(build, make, name, layout, way))
+            yield OperatorBenchmark(f"{kind}/{layout}/{way}/{name}", axes, partial(build, make, name, layout, way))
 
 
 _STEPS = (64.0, 256.0, 1024.0, 4096.0, 16384.0)
@@ -341,7 +343,7 @@ def _on_rows(
     return build
 
 
-def _first_traffic(make: _Tensors, dtype: str, sizes: Axes) -> Iterator[Question]:
+def _first_traffic(make: _Tensors, dtype: str, sizes: Axes) -> Iterator[OperatorBenchmark]:
     """Yield what nearly every model does."""
     other = torch.bfloat16 if dtype == "float32" else torch.float32
     width, rows = _ELEMENT[dtype], partial(_on_rows, make, dtype)
@@ -361,17 +363,17 @@ def _first_traffic(make: _Tensors, dtype: str, sizes: Axes) -> Iterator[Question
         return lambda: x * y
 
     narrow: Axes = ((96.0, 256.0, 1024.0), sizes[0][1:]) if make.is_gpu else ((64.0, 512.0), sizes[0])
-    yield Question(f"elementwise/{dtype}", sizes, elementwise)
-    yield Question(f"elementwise/mixed/{dtype}", sizes, mixed)
-    yield Question(f"elementwise/broadcast/{dtype}", sizes, broadcast)
-    yield Question(f"copy/{dtype}", sizes, rows(lambda x: x.to(other), 6 / width, 1024))
-    yield Question(f"reduction/outer/{dtype}", narrow, rows(lambda x: x.sum(0), 1))
+    yield OperatorBenchmark(f"elementwise/{dtype}", sizes, elementwise)
+    yield OperatorBenchmark(f"elementwise/mixed/{dtype}", sizes, mixed)
+    yield OperatorBenchmark(f"elementwise/broadcast/{dtype}", sizes, broadcast)
+    yield OperatorBenchmark(f"copy/{dtype}", sizes, rows(lambda x: x.to(other), 6 / width, 1024))
+    yield OperatorBenchmark(f"reduction/outer/{dtype}", narrow, rows(lambda x: x.sum(0), 1))
     for way in _WAYS:
         norm = rows(lambda x, w, b: F.layer_norm(x, w.shape, w, b), _PASSES[way], way=way, weights=2)
-        yield Question(f"norm/layer/{way}/{dtype}", narrow, norm)
+        yield OperatorBenchmark(f"norm/layer/{way}/{dtype}", narrow, norm)
 
 
-def _more_traffic(make: _Tensors, dtype: str, sizes: Axes) -> Iterator[Question]:
+def _more_traffic(make: _Tensors, dtype: str, sizes: Axes) -> Iterator[OperatorBenchmark]:
     """Yield what fewer models do."""
     rows = partial(_on_rows, make, dtype)
 
@@ -396,20 +398,20 @@ def _more_traffic(make: _Tensors, dtype: str, sizes: Axes) -> Iterator[Question]
     wide: Axes = ((64.0, 1024.0, 32768.0) if make.is_gpu else (64.0, 1024.0), some)
     channels: Axes = ((32.0, 128.0, 512.0) if make.is_gpu else (16.0, 64.0), some)
     turned = rows(lambda x: x.transpose(1, 2).contiguous(), 2, 64, 16, 64)
-    yield Question(f"copy/turned/{dtype}", sizes, turned)
+    yield OperatorBenchmark(f"copy/turned/{dtype}", sizes, turned)
     for way, layout in itertools.product(_WAYS, ("first", "last")):
         name = "/last" if layout == "last" else ""
-        yield Question(f"norm/batch{name}/{way}/{dtype}", channels, partial(batch_norm, layout, way))
+        yield OperatorBenchmark(f"norm/batch{name}/{way}/{dtype}", channels, partial(batch_norm, layout, way))
     for way in _WAYS:
         norm = rows(lambda x, w, b: F.group_norm(x, 32, w, b), _PASSES[way], 128, 28, 28, way=way, weights=2)
         softmax = rows(lambda x: x.softmax(-1), _PASSES[way], way=way)
         pool = rows(lambda x: F.max_pool2d(x, 3, 2, 1), 1.25 if way == "forward" else 2.5, 64, 56, 56, way=way)
-        yield Question(f"norm/group/{way}/{dtype}", sizes, norm)
-        yield Question(f"softmax/{way}/{dtype}", wide, softmax)
-        yield Question(f"pool/{way}/{dtype}", sizes, pool)
-    yield Question(f"reduction/inner/{dtype}", wide, rows(lambda x: x.sum(-1), 1))
-    yield Question(f"reduction/all/{dtype}", sizes, rows(lambda x: x.sum(), 1, 1024))
-    yield Question(f"gather/{dtype}", sizes, gathered)
-    yield Question(f"scatter/{dtype}", sizes, scattered)
-    yield Question(f"scan/{dtype}", sizes, rows(lambda x: x.cumsum(-1), 2, 1024))
-    yield Question(f"sort/{dtype}", (sizes[0][:4],), rows(lambda x: x.sort(-1)[0], 2, 1024))
+        yield OperatorBenchmark(f"norm/group/{way}/{dtype}", sizes, norm)
+        yield OperatorBenchmark(f"softmax/{way}/{dtype}", wide, softmax)
+        yield OperatorBenchmark(f"pool/{way}/{dtype}", sizes, pool)
+    yield OperatorBenchmark(f"reduction/inner/{dtype}", wide, rows(lambda x: x.sum(-1), 1))
+    yield OperatorBenchmark(f"reduction/all/{dtype}", sizes, rows(lambda x: x.sum(), 1, 1024))
+    yield OperatorBenchmark(f"gather/{dtype}", sizes, gathered)
+    yield OperatorBenchmark(f"scatter/{dtype}", sizes, scattered)
+    yield OperatorBenchmark(f"scan/{dtype}", sizes, rows(lambda x: x.cumsum(-1), 2, 1024))
+    yield OperatorBenchmark(f"sort/{dtype}", (sizes[0][:4],), rows(lambda x: x.sort(-1)[0], 2, 1024))

@@ -28,12 +28,12 @@ from drivetrain.module.probing import attributes_set
 from drivetrain.strategy.profile.fake_world import (
     Deadline,
     OutOfTime,
-    StandIns,
+    UnsupportedOpHandler,
     accelerator_rules,
     compiled_attention,
     fake_model,
-    left_as_it_was,
     prepared_inputs,
+    preserve_model_state,
 )
 from drivetrain.strategy.profile.few_blocks import (
     BLOCKS_RUN,
@@ -45,13 +45,13 @@ from drivetrain.strategy.profile.few_blocks import (
 from drivetrain.strategy.profile.findings import (
     SIZES,
     Findings,
-    bytes_behind,
     closed_form_profile,
     line_through,
     optimizer_bytes,
     optimizer_with_state,
     state_bytes,
     state_tensors,
+    storage_bytes,
     upper_lines,
 )
 from drivetrain.strategy.profile.operations import fused, tensors_of, work_of
@@ -90,7 +90,7 @@ class ModelProfiler:
 
     def profile(self, parts: Collection[str] = (), *, time_limit: float | None = None) -> ModelProfile:
         """Return the profile with further parts: names of `PARTS`. Parts requested before are not tried again."""
-        kept = left_as_it_was(self.task.model)
+        kept = preserve_model_state(self.task.model)
         with kept, accelerator_rules(), _no_cycles_collected(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user's code warns in the real run
             return self._profile(parts, Deadline(time_limit))
@@ -196,11 +196,11 @@ class _FakeRuns:
         known = [*self.model.parameters(), *self.model.buffers(), *tensors_of(self.inputs[size])]
         recorder = UnitRecorder(members, len(self.groups), known, self.deadline.check)
         hooks = hooked(recorder.watch(self.model))
-        with hooks, self.mode, StandIns(), _autocast(arithmetic), recorder, recorder.counted_saves():
+        with hooks, self.mode, UnsupportedOpHandler(), _autocast(arithmetic), recorder, recorder.count_saved_tensors():
             outputs = self.task.call(self.model, self.inputs[size])
             recorder.is_in_loss = True
             loss_of(self.task, self.inputs[size], outputs)
-        recorder.output_bytes = float(bytes_behind(tensors_of(outputs)))
+        recorder.output_bytes = float(storage_bytes(tensors_of(outputs)))
         return recorder
 
     def _continued(self, arithmetic: str, size: int) -> UnitRecorder:
@@ -265,7 +265,7 @@ class _FakeRuns:
         parameters = self._parameters
         operations = timeline.operations = OperationList()
         blocks = [member for group in self.groups if group.repeats for member in group.members]
-        with hooked(operations.watch(blocks)), self.mode, StandIns(), timeline:
+        with hooked(operations.watch(blocks)), self.mode, UnsupportedOpHandler(), timeline:
             timeline.register(parameters, "parameters")
             timeline.register(self._buffers, "buffers")
             timeline.register(state_tensors(self.optimizer) if self.optimizer is not None else [], "optimizer")
@@ -307,9 +307,9 @@ class _FakeRuns:
                 f"{what}: there was time for one batch size only, so all memory is taken as proportional to the batch"
             )
         self.found.compiled[arithmetic] = fixed, each
-        state = float(bytes_behind([*self._parameters, *self._buffers]) + self.optimizer_bytes)
+        state = float(storage_bytes([*self._parameters, *self._buffers]) + self.optimizer_bytes)
         gradients = sum(p.numel() * p.element_size() for p in self._parameters if p.requires_grad)
-        inputs = bytes_behind(tensors_of(self.inputs[SIZES[1]])) / SIZES[1]
+        inputs = storage_bytes(tensors_of(self.inputs[SIZES[1]])) / SIZES[1]
         self.found.lines[arithmetic + COMPILED] = ((state + gradients, inputs), (state + fixed, each + inputs))
 
     def _captured(self, arithmetic: str, size: int) -> float:
@@ -399,7 +399,7 @@ def compiled_saved_bytes(task: TrainingTask, model: nn.Module, inputs: Batch, ar
     except OutOfTime:
         raise
     except Exception:  # code that asks for values, which the compiler's own front end steps over
-        with StandIns():
+        with UnsupportedOpHandler():
             return traced_saved_bytes(whole, inputs)
 
 

@@ -30,16 +30,16 @@ from drivetrain.strategy.profile.fake_world import (
     GradientBuckets,
     OutOfTime,
     accelerator_rules,
+    allow_fake_module_moves,
     fake_copy,
     fake_world,
     few_chunks,
-    left_as_it_was,
     meta_copy,
-    pretended_moves,
+    preserve_model_state,
 )
 from drivetrain.strategy.profile.findings import optimizer_settings
 from drivetrain.strategy.profile.step_memory import CATEGORIES, Record, StepMemory, Update, by_category
-from drivetrain.strategy.profile.torch_private import ROUNDING, fake_mode, faked, torch_is_quiet
+from drivetrain.strategy.profile.torch_private import ROUNDING, fake_mode, faked, silence_torch_logging
 from drivetrain.strategy.profile.unit_recorder import hooked
 from drivetrain.strategy.registry import find_method
 from drivetrain.strategy.resolve import resolve_plan
@@ -88,7 +88,7 @@ def simulate_plans(
     deadline = Deadline(time_limit)
     if is_distributed():
         return _in_child(task, plans, world, device_kind, deadline)
-    with left_as_it_was(task.model), remembered_tensor_plans():
+    with preserve_model_state(task.model), cache_tensor_plans():
         return [_simulate(task, plan, world, device_kind, deadline) for plan in plans]
 
 
@@ -118,7 +118,7 @@ def _simulate(task: TrainingTask, plan: Strategy, world: int, kind: str, deadlin
         for entry in plan:
             if (reason := find_method(entry.name).prevents_simulation) is not None:
                 raise NotImplementedError(reason)
-        with torch_is_quiet(), warnings.catch_warnings():
+        with silence_torch_logging(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what a plan would warn about is said when it is applied
             _leave_out_replicas(job)
             result = _numbers(job, *_run(job))
@@ -215,7 +215,7 @@ def _follow(
 
     rules = accelerator_rules() if job.kind != "cpu" else nullcontext()
     in_python = attributes_set([(ddp, "TransparentDDP", in_buckets)])
-    with fake_world(job.world), pretended_moves(), few_chunks(), in_python, rules:
+    with fake_world(job.world), allow_fake_module_moves(), few_chunks(), in_python, rules:
         task = _fake_task(job, mode)
         resolved = resolve_plan(plan, model=copied, device="cpu", world=job.world)
         whole = resolved.batch_of(job.plan, job.task.global_batch_size)
@@ -317,20 +317,20 @@ def _child(
     end_with_parent()
     torch.set_num_threads(1)
     deadline = Deadline(time_limit)
-    with remembered_tensor_plans():
+    with cache_tensor_plans():
         for plan in plans:
             pipe.send(_simulate(task, plan, world, kind, deadline))
     pipe.close()
 
 
-def remembered_tensor_plans() -> AbstractContextManager[None]:
+def cache_tensor_plans() -> AbstractContextManager[None]:
     """Cache the results of `infer_tp_plan` inside this context. Nested contexts share one cache."""
     infer = tensor_inference.infer_tp_plan
     if hasattr(infer, "known"):
         return nullcontext()
     known: list[tuple[type, int, dict[str, torch.Size], InferredPlan]] = []
 
-    def remembering(model: nn.Module, size: int) -> InferredPlan:
+    def cached_infer_tp_plan(model: nn.Module, size: int) -> InferredPlan:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         found = [  # for the same layers, or more of them
             plan
@@ -344,5 +344,5 @@ def remembered_tensor_plans() -> AbstractContextManager[None]:
         styles = {name: style for name, style in plan.styles.items() if name in present}
         return InferredPlan(styles=styles, remarks=list(plan.remarks))
 
-    remembering.known = known  # type: ignore[attr-defined]
-    return attributes_set([(tensor_inference, "infer_tp_plan", remembering)])
+    cached_infer_tp_plan.known = known  # type: ignore[attr-defined]
+    return attributes_set([(tensor_inference, "infer_tp_plan", cached_infer_tp_plan)])

@@ -24,7 +24,7 @@ from drivetrain.module.distributed_tensors import local_part
 from drivetrain.module.wrapping import unwrap
 from drivetrain.strategy.apply import Application
 from drivetrain.strategy.batching import BatchSplit
-from drivetrain.strategy.profile.fake_world import GradientBuckets, borrowed_bytes, hold_as_torch_does
+from drivetrain.strategy.profile.fake_world import GradientBuckets, match_real_memory, workspace_bytes
 from drivetrain.strategy.profile.operations import tensors_of
 from drivetrain.strategy.profile.unit_recorder import OperationList
 from drivetrain.strategy.stepping import PlannedOptimizer
@@ -111,7 +111,7 @@ class StepMemory(TorchDispatchMode):
         """Record what storages are used for, whether or not they were seen before."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
-                number = self._see(local_part(tensor.detach() if tensor.requires_grad else tensor), kind)
+                number = self._track_tensor(local_part(tensor.detach() if tensor.requires_grad else tensor), kind)
                 if number is not None:
                     self.kinds[number] = kind
 
@@ -143,7 +143,7 @@ class StepMemory(TorchDispatchMode):
 
         def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             result = resize(storage, size)
-            self._see_storage(storage, "gathered")
+            self._track_storage(storage, "gathered")
             return result
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
@@ -173,14 +173,14 @@ class StepMemory(TorchDispatchMode):
             self._count_collective(collective, args, result)
         gathers = collective == "all_gather" or (func.namespace == "fsdp" and name in _GATHERING)
         for tensor in tensors_of(result):
-            self._see(tensor, "gathered" if gathers else self.phase)
+            self._track_tensor(tensor, "gathered" if gathers else self.phase)
         if self.operations is not None:
-            self.operations.add(func, args, kwargs or {}, result, lambda tensor: self._see(tensor, self.phase))
-        hold_as_torch_does(func, args, result)
-        self._borrow(borrowed_bytes(func, args, result))
+            self.operations.add(func, args, kwargs or {}, result, lambda tensor: self._track_tensor(tensor, self.phase))
+        match_real_memory(func, args, result)
+        self._add_workspace(workspace_bytes(func, args, result))
         if gathers:
             for tensor in tensors_of((args, kwargs or {})):
-                number = self._see(tensor, "gathered") if tensor.untyped_storage().nbytes() > 0 else None
+                number = self._track_tensor(tensor, "gathered") if tensor.untyped_storage().nbytes() > 0 else None
                 if number is not None and self.kinds[number] in ("activations", "temporary"):
                     self.kinds[number] = "gathered"
         return result
@@ -191,23 +191,23 @@ class StepMemory(TorchDispatchMode):
         count, size = counts.get(name, (0, 0.0))
         counts[name] = (count + 1, size + max(sizes))
 
-    def _borrow(self, size: int) -> None:
+    def _add_workspace(self, size: int) -> None:
         if size:
             self._count += 1
             self.kinds[self._count] = "temporary"
             size = self._rounded(size)
             self.events += [Change(self.segment, self._count, size), Change(self.segment, self._count, -size)]
 
-    def _see(self, tensor: Tensor, kind: str) -> int | None:
+    def _track_tensor(self, tensor: Tensor, kind: str) -> int | None:
         if hasattr(type(tensor), "__tensor_flatten__"):
             return None
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # a sparse tensor, or one without memory of its own
             return None
-        return self._see_storage(storage, kind)
+        return self._track_storage(storage, kind)
 
-    def _see_storage(self, storage: torch.UntypedStorage, kind: str) -> int:
+    def _track_storage(self, storage: torch.UntypedStorage, kind: str) -> int:
         key = id(storage)
         number = self._numbers.get(key)
         if number is None:

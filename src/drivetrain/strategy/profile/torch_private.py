@@ -54,7 +54,7 @@ def faked(mode: "FakeTensorMode", tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def torch_is_quiet() -> Iterator[None]:
+def silence_torch_logging() -> Iterator[None]:
     """Log nothing that fails on fake tensors: it is reported as the reason why something is not known."""
     loggers = [logging.getLogger(name) for name in ("torch._dynamo", "torch._subclasses")]
     levels = [logger.level for logger in loggers]
@@ -139,7 +139,7 @@ class _CaptureDone(Exception):
         self.saved = saved
 
 
-def _unrun(gm: "GraphModule", example_inputs: object) -> object:
+def _no_op_compiler(gm: "GraphModule", example_inputs: object) -> object:
     """Compile nothing."""
     return gm
 
@@ -148,7 +148,7 @@ def _as_inductor_does(partition: Callable[..., object]) -> dict[str, Any]:
     """Return the settings of a capture with inductor's decompositions, whose graphs are cut and not compiled."""
     from torch._inductor.decomposition import select_decomp_table
 
-    compilers = {"fw_compiler": _unrun, "bw_compiler": _unrun}
+    compilers = {"fw_compiler": _no_op_compiler, "bw_compiler": _no_op_compiler}
     return {**compilers, "partition_fn": partition, "decompositions": select_decomp_table()}
 
 
@@ -208,7 +208,7 @@ def traced_saved_bytes(function: Callable[..., Tensor], inputs: object) -> float
     backend = aot_autograd(**_as_inductor_does(partition))
     before = seen()
     try:
-        with torch_is_quiet():
+        with silence_torch_logging():
             torch.compile(function, backend=backend, dynamic=False)(inputs)
     finally:
         for code in seen() - before:

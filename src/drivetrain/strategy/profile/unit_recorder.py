@@ -148,7 +148,7 @@ class UnitRecorder(TorchDispatchMode):
         if isinstance(output, Tensor):
             self._origins[self._key(output)] = name
 
-    def counted_saves(self) -> torch.autograd.graph.saved_tensors_hooks:
+    def count_saved_tensors(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return a context in which tensors saved by autograd are counted."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved)
 
@@ -185,7 +185,7 @@ class UnitRecorder(TorchDispatchMode):
         unit.operations += 1
         if inputs:
             unit.traffic += sum(map(touched, inputs)) + sum(map(touched, outputs))
-        self._notice(func, inputs, outputs)
+        self._record_operation(func, inputs, outputs)
         if self._stack[-1][0] != self._rest and keep_expensive(None, func, *args) is CheckpointPolicy.MUST_SAVE:
             for tensor in outputs:
                 key = self._key(tensor)
@@ -194,7 +194,7 @@ class UnitRecorder(TorchDispatchMode):
                     unit.expensive += tensor.untyped_storage().nbytes()
         return result
 
-    def _notice(self, func: "Operation", inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    def _record_operation(self, func: "Operation", inputs: list[Tensor], outputs: list[Tensor]) -> None:
         name = func._schema.name
         if "scaled_dot_product" in name and inputs[0].ndim == 4:
             self.current.heads = inputs[0].shape[1]

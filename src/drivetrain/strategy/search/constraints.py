@@ -183,16 +183,16 @@ class Requests:
             groups = [members for members in self.wanted if all(find_method(name).needs_processes for name in members)]
             alone += [min(members) for members in groups]
         idle = [name for name in alone if find_method(name).stays_idle]
-        for name in [name for name in alone if self._is_unexpressed(name)] + idle:
+        for name in [name for name in alone if self._has_no_option(name)] + idle:
             if name not in self.varied:
                 (self.varied if name in idle else self.fixed).setdefault(name, find_method(name).parse(None))
         written = {*self.fixed, *self.varied}
-        self.here = frozenset(name for name in written if find_method(name).stays_idle or self._is_unexpressed(name))
+        self.here = frozenset(name for name in written if find_method(name).stays_idle or self._has_no_option(name))
         """Methods that every candidate's plan has."""
         self.keeps_searched = any(find_method(name).is_searched for name in self.fixed)
         """Whether some configuration that stays is one that the space would vary."""
 
-    def _is_unexpressed(self, name: str) -> bool:
+    def _has_no_option(self, name: str) -> bool:
         """Return whether no option of the space represents a method; on one process some are dropped when the plan is applied."""
         method = find_method(name)
         return not method.is_searched or (self.problem.world == 1 and method.needs_processes)

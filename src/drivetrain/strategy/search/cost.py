@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core.display import shown_bytes
+from drivetrain.core.display import format_bytes
 from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.effects import Effects, Kernels, Recompute
 from drivetrain.strategy.profile.step_time import How, PassTime, pass_time, step_seconds
@@ -339,7 +339,7 @@ def correction_of(e: Effects, machine: MachineProfile) -> float:
     known = machine.corrections
     if not known or e.kind in known:
         return known.get(e.kind, 1.0)
-    others = (*e.near_kinds, *(() if e.threads is None else (replace(e, threads=None).kind,)))
+    others = (*e.similar_kernel_kinds, *(() if e.threads is None else (replace(e, threads=None).kind,)))
     return next((known[kind] for kind in others if kind in known), 1.0)
 
 
@@ -467,4 +467,4 @@ def shortfall_of(predicted: Mapping[str, Any] | None) -> str | None:
     if predicted is None or not predicted["peak_bytes"] > predicted.get("budget_bytes", math.inf):
         return None
     peak, budget = predicted["peak_bytes"], predicted["budget_bytes"]
-    return f"it would need {shown_bytes(peak)} of {shown_bytes(budget)}; short by {shown_bytes(peak - budget)}"
+    return f"it would need {format_bytes(peak)} of {format_bytes(budget)}; short by {format_bytes(peak - budget)}"

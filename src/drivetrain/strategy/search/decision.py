@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from drivetrain.core.display import shown_bytes, shown_seconds
+from drivetrain.core.display import format_bytes, format_duration
 from drivetrain.core.errors import DrivetrainWarning
 from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.strategy.registry import mesh_method
@@ -140,15 +140,17 @@ def infeasible_plan(
     misses = nearest_misses(scored, budget)
     nearest, shortfall = misses[0]
     message = (
-        f"no plan fits: the smallest of {len(scored)} ({nearest.label}) needs {shown_bytes(nearest.peak)}, the budget is "
-        f"{shown_bytes(budget)}; short by {shown_bytes(shortfall)}. Raise memory_budget, use more processes, or a smaller model."
+        f"no plan fits: the smallest of {len(scored)} ({nearest.label}) needs {format_bytes(nearest.peak)}, the budget is "
+        f"{format_bytes(budget)}; short by {format_bytes(shortfall)}. Raise memory_budget, use more processes, or a smaller model."
     )
     plan = space.plan(nearest.candidate)
     return replace(
         plan,
         predicted=_predicted(nearest, budget, {"memory": "modelled", "time": "modelled"}),
         evidence="modelled",
-        rejected=tuple(f"{item.label}: needs {shown_bytes(item.peak)} of {shown_bytes(budget)}" for item, _ in misses),
+        rejected=tuple(
+            f"{item.label}: needs {format_bytes(item.peak)} of {format_bytes(budget)}" for item, _ in misses
+        ),
         failure=Failure(kind="infeasible", message=message, shortfall_bytes=int(shortfall), nearest=plan),
         search=dict(report),
     )
@@ -177,8 +179,8 @@ def summary(plan: Strategy) -> list[str]:
         gain = ""
         if plain is not None and measured:
             gain = f", {plain['step_seconds'] / numbers['step_seconds']:.2f} x the plain model"
-        memory = f"{shown_bytes(predicted['peak_bytes'])} of {shown_bytes(predicted['budget_bytes'])} predicted"
-        lines.append(f"  step {shown_seconds(numbers['step_seconds'])} ({kind}{gain}); memory {memory}")
+        memory = f"{format_bytes(predicted['peak_bytes'])} of {format_bytes(predicted['budget_bytes'])} predicted"
+        lines.append(f"  step {format_duration(numbers['step_seconds'])} ({kind}{gain}); memory {memory}")
     if search:
         tried = f"{len(trials)} were tried, in {sum(search['seconds'].values()):.0f} s"
         lines.append(f"  of {search['candidates']} plans {search['fitting']} fit and {tried}")

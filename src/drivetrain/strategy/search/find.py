@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from drivetrain.core.display import shown_bytes
+from drivetrain.core.display import format_bytes
 from drivetrain.core.errors import ConfigError, PlanInfeasible, StrategyError
 from drivetrain.runtime.collectives import all_gather_values, broadcast_from_master
 from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.strategy.profile.machine import machine_from_spec, profile_machine
 from drivetrain.strategy.profile.model import ModelProfiler
-from drivetrain.strategy.profile.simulate import Simulation, remembered_tensor_plans, simulate_plans
+from drivetrain.strategy.profile.simulate import Simulation, cache_tensor_plans, simulate_plans
 from drivetrain.strategy.profile.values import COMPILED, PARTS, MachineProfile, ModelProfile
 from drivetrain.strategy.registry import all_methods
 from drivetrain.strategy.search.candidates import Candidate
@@ -35,9 +35,15 @@ from drivetrain.strategy.search.decision import (
     report_of,
     summary,
 )
-from drivetrain.strategy.search.knowledge import Experience, Knowledge, doubtful, master_does, with_compilation
+from drivetrain.strategy.search.knowledge import (
+    Knowledge,
+    LearnedProfile,
+    likely_mispredicted,
+    run_on_master,
+    with_compilation,
+)
 from drivetrain.strategy.search.measure import PLENTY, Measuring, SearchTime, measuring_order
-from drivetrain.strategy.search.plan_cache import find_kept_plan, keep_plan
+from drivetrain.strategy.search.plan_cache import cache_plan, find_cached_plan
 from drivetrain.strategy.search.ranking import TIE, Scored, order, preferred, promising
 from drivetrain.strategy.search.space import SearchSpace, build_space
 from drivetrain.strategy.task import TrainingTask
@@ -75,8 +81,8 @@ def find_plan(
     Only wrong input raises otherwise. What an equal search found before is returned at once, see `plan_cache`.
     """
     search = _Search(task, device, world, constraints, on_progress)
-    if (kept := find_kept_plan(task, device, world, constraints)) is not None:
-        search.tell_end(kept)
+    if (kept := find_cached_plan(task, device, world, constraints)) is not None:
+        search.log_search_result(kept)
         return kept
     try:
         plan = search.run()
@@ -89,8 +95,8 @@ def find_plan(
     if constraints.strict and plan.failure is not None:
         raise PlanInfeasible(plan.failure.message)
     if plan.failure is None and (plan.measured is not None or search.reason is not None):
-        keep_plan(plan, task, device, world, constraints)
-    search.tell_end(plan)
+        cache_plan(plan, task, device, world, constraints)
+    search.log_search_result(plan)
     return plan
 
 
@@ -123,7 +129,7 @@ class _Search:
         self._profile_took = 0.0
 
     def run(self) -> Strategy:
-        with remembered_tensor_plans(), self._trials() as trials:  # their process starts while the model is profiled
+        with cache_tensor_plans(), self._trials() as trials:  # their process starts while the model is profiled
             return self._found(trials)
 
     def _found(self, trials: TrialPool | None) -> Strategy:
@@ -133,10 +139,10 @@ class _Search:
         with self._timed("predict"):
             self.space = space = build_space(self._problem())
             scored = known.predicted(space.candidates)
-        scored, top = self._promising(scored)
+        scored, top = self._select_promising(scored)
         fitting = [item for item in scored if item.peak <= budget]
         self.notes += space.notes
-        self._tell(f"{len(scored)} candidates, {len(fitting)} fit into {shown_bytes(budget)}")
+        self._tell(f"{len(scored)} candidates, {len(fitting)} fit into {format_bytes(budget)}")
         if not fitting:
             seconds = broadcast_from_master(self.seconds)
             return infeasible_plan(scored, space, budget, report_of(scored, 0, (), (), seconds))
@@ -181,7 +187,7 @@ class _Search:
 
     def _known(self) -> Knowledge:
         """Return what rank 0 finds out about model and machine, with the least free memory of all ranks."""
-        profile, machine = master_does(self._profiled)
+        profile, machine = run_on_master(self._profiled)
         if self.constraints.spec is None:
             free = machine.free
             if self.device.type == "cpu":  # processes of one machine share its memory
@@ -249,7 +255,7 @@ class _Search:
                     self._rejected, self._validity[plan] = str(error), False
         return self._validity[plan]
 
-    def _promising(self, scored: list[Scored]) -> tuple[list[Scored], list[Scored]]:
+    def _select_promising(self, scored: list[Scored]) -> tuple[list[Scored], list[Scored]]:
         """Return all candidates and the promising ones, after finding out what the predictions of those that matter read."""
         known, budget = self.known, self.budget
         while True:
@@ -259,7 +265,7 @@ class _Search:
             first = top if self.reason is not None else top[:_SIMULATED_IF_MEASURED]  # others when they are tried
             if self.reason is None:  # what fits easily is measured soon
                 first = [item for item in first if item.peak > PLENTY * budget]
-            missing = known.missing([*first, *doubtful(scored, top, budget)])
+            missing = known.missing([*first, *likely_mispredicted(scored, top, budget)])
             if not missing:
                 return scored, top
             self._tell(f"profiling the model further: {', '.join(sorted(missing))}")
@@ -293,7 +299,7 @@ class _Search:
             return list(top), []
         close, rest = self._close(top, fitting)
         self._tell(f"simulating {len(close)} plans")
-        outcomes = master_does(lambda: self._outcomes(close, left))
+        outcomes = run_on_master(lambda: self._outcomes(close, left))
         close, rest = close[: len(outcomes)], close[len(outcomes) :] + rest
         ranked: list[Scored] = []
         simulated: list[Scored] = []
@@ -358,14 +364,14 @@ class _Search:
         if trials is None:
             self.notes.append(f"search: nothing was measured, because {self.reason}")
             return []
-        experience = Experience(self.known.profile, self.known.machine)
+        experience = LearnedProfile(self.known.profile, self.known.machine)
         measuring = Measuring(
             self.space, self.device, self.clock, self.budget, trials, self._tell,
             learn=experience.learn, corrected=experience.corrected, completed=self.known.completed,
             compile_seconds=experience.compile_seconds,
         )  # fmt: skip
         measuring.round(measuring_order(ranked, plain, plain_first=self.constraints.start is not None))
-        measuring.look_further(fitting, self._is_valid)
+        measuring.measure_promising(fitting, self._is_valid)
         measuring.refine()
         if not measuring.found:
             reason = measuring.obstacle or "the time limit left no time for it"
@@ -399,7 +405,7 @@ class _Search:
 
     # Progress.
 
-    def tell_end(self, plan: Strategy) -> None:
+    def log_search_result(self, plan: Strategy) -> None:
         """Report what was found, in a few lines."""
         for line in summary(plan):
             self._on_progress(line)

@@ -57,7 +57,7 @@ class Knowledge:
         begin = time.monotonic()
         limit = max(0.0, min(self.seconds, self.clock.left() / 2))  # late in a search there is less
         # Other ranks have no profiler and do not call this.
-        self.profile = master_does(lambda: self.profiler.profile(parts, time_limit=limit))  # type: ignore[union-attr]
+        self.profile = run_on_master(lambda: self.profiler.profile(parts, time_limit=limit))  # type: ignore[union-attr]
         self.seconds -= time.monotonic() - begin
 
     def again(self, scored: Sequence[Scored], parts: set[str]) -> list[Scored]:
@@ -97,7 +97,7 @@ def with_compilation(
     return found
 
 
-def doubtful(scored: Sequence[Scored], top: Sequence[Scored], budget: float) -> list[Scored]:
+def likely_mispredicted(scored: Sequence[Scored], top: Sequence[Scored], budget: float) -> list[Scored]:
     """Return candidates that do not fit by the present prediction and would be among the fastest if they did."""
     slowest = top[-1].seconds if top else float("inf")
     return [item for item in scored if item.peak > budget and item.seconds <= slowest]
@@ -128,7 +128,7 @@ def compile_seconds(e: Effects, profile: ModelProfile, machine: MachineProfile) 
 
 
 @dataclass
-class Experience:
+class LearnedProfile:
     """A model and a machine whose predictions improve with every trial. All ranks learn the same from the same results."""
 
     profile: ModelProfile
@@ -162,7 +162,7 @@ class Experience:
 T = TypeVar("T")
 
 
-def master_does(function: Callable[[], T]) -> T:
+def run_on_master(function: Callable[[], T]) -> T:
     """Run a function on rank 0 and return its result on all ranks. An error raises on all ranks. All must call this."""
     value: T | None = None
     failure: BaseException | None = None

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from drivetrain.core.display import shown_bytes
+from drivetrain.core.display import format_bytes
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.strategy.search.candidates import Candidate
 from drivetrain.strategy.search.decision import Measurement, choose
 from drivetrain.strategy.search.ranking import TIE, Scored, are_alike, is_ruled_out
 from drivetrain.strategy.search.space import SearchSpace
-from drivetrain.strategy.trial.report import TrialResult, Yardstick
+from drivetrain.strategy.trial.report import ReferenceResults, TrialResult
 
 if TYPE_CHECKING:
     from drivetrain.strategy.trial.running import TrialPool
@@ -85,7 +85,7 @@ class Measuring:
     """How many plans may still be tried in this round, for reports."""
     obstacle: str | None = None
     """Why nothing at all can be tried here."""
-    yardstick: Yardstick | None = None
+    yardstick: ReferenceResults | None = None
     """What later plans are compared with where the plain model does not fit: the first plan that does."""
     startups: dict[bool, float] = field(default_factory=dict)
     """Seconds before the first step that earlier trials took, without and with compilation."""
@@ -113,11 +113,11 @@ class Measuring:
             if self._has_time(item):
                 self.left = max(0, min(len(waiting), most - usable - 1))
                 self._try(item)
-                waiting = self._in_new_order(waiting)
+                waiting = self._rerank(waiting)
             else:
                 late.append(item)
         self.left, self.late = 0, late
-        self._hope(late)
+        self._try_late_candidate(late)
 
     def _is_better(self, item: Scored, share: float = 1 - TIE) -> bool:
         """Return whether a plan is predicted to take less than a share of what the best measured one takes.
@@ -127,16 +127,16 @@ class Measuring:
         best = choose(self.found)
         if best is None:
             return False
-        alike = self._of_its_kind(item)
+        alike = self._measured_with_similar_kernels(item)
         slower = min((one.seconds / self.corrected(one.scored).seconds for one in alike), default=1.0)
         return max(1.0, slower) * self.corrected(item).seconds < share * best.seconds
 
-    def _of_its_kind(self, item: Scored) -> list[Measurement]:
+    def _measured_with_similar_kernels(self, item: Scored) -> list[Measurement]:
         """Return the measured plans with nearly the same kernels."""
-        kinds = {item.candidate.kind, *item.candidate.effects.near_kinds}
+        kinds = {item.candidate.kind, *item.candidate.effects.similar_kernel_kinds}
         return [one for one in self.found if one.is_usable and one.candidate.kind in kinds]
 
-    def look_further(self, fitting: Sequence[Scored], is_valid: Callable[[Candidate], bool]) -> None:
+    def measure_promising(self, fitting: Sequence[Scored], is_valid: Callable[[Candidate], bool]) -> None:
         """Try further plans as long as one is predicted to be much faster than all measured ones."""
         failed = {one.candidate.kind for one in self.found if not one.is_usable}
         left = _MOST_FURTHER
@@ -155,7 +155,7 @@ class Measuring:
             if self.found and not self.found[-1].is_usable:
                 failed.add(item.candidate.kind)
 
-    def _hope(self, late: Sequence[Scored]) -> None:
+    def _try_late_candidate(self, late: Sequence[Scored]) -> None:
         """Try the best of what was too late in the time that is left, if it may win: nothing else needs that time."""
         best = choose(self.found)
         too_slow = {one.candidate.is_compiled for one in self.found if one.result.outcome == "timeout"}
@@ -188,7 +188,7 @@ class Measuring:
         plan = self.space.plan(item.candidate)
         return any(one.plan == plan for one in self.found) or is_ruled_out(item.candidate, self.failed)
 
-    def _in_new_order(self, waiting: Sequence[Scored]) -> list[Scored]:
+    def _rerank(self, waiting: Sequence[Scored]) -> list[Scored]:
         """Return what is left as it is predicted now.
 
         The plain plan comes first, then one that needs no compiler, then untried kinds, each from the fastest on.
@@ -214,13 +214,13 @@ class Measuring:
             gains = item.seconds < (1 - TIE) * self.corrected(one.scored).seconds
             if one.is_usable and is_same and not gains:
                 return True
-        doubt = _LITTLE_DOUBT if self._of_its_kind(item) else _DOUBT
+        doubt = _LITTLE_DOUBT if self._measured_with_similar_kernels(item) else _DOUBT
         overestimate = min(1.0, best.seconds / expected) if expected > 0 else 1.0
         return item.seconds * doubt * overestimate > best.seconds
 
     def refine(self) -> None:
         """Run more steps of the fastest plans, if several are close and there is time."""
-        self._prove_alone()
+        self._measure_without_must_win()
         best = choose(self.found)
         if best is None:
             return
@@ -230,7 +230,7 @@ class Measuring:
                 self.found.remove(one)
                 self._try(one.scored, MORE_STEPS, earlier=one)
 
-    def _prove_alone(self) -> None:
+    def _measure_without_must_win(self) -> None:
         """Try the fastest plan without methods that must win, such as other threads: it is chosen for them only where they are faster."""
         best = choose(self.found)
         if best is None:
@@ -263,7 +263,7 @@ class Measuring:
         best = choose(self.found)
         others = "" if best is None else f"; best so far {best.scored.label}, {best.seconds * 1e3:.4g} ms"
         others += f"; up to {self.left} more after it" if self.left else ""
-        self.tell(f"measuring {item.label}: predicted {item.seconds * 1e3:.4g} ms, {shown_bytes(item.peak)}{others}")
+        self.tell(f"measuring {item.label}: predicted {item.seconds * 1e3:.4g} ms, {format_bytes(item.peak)}{others}")
         began = time.monotonic()
         result = self.pool.run(
             plan, steps=steps, deadline=self.clock.last_trial, predicted=item.seconds, verify=earlier is None,
@@ -281,7 +281,7 @@ class Measuring:
         if earlier is not None:
             result = _joined(result, earlier.result)
         elif result.outcome == "ok" and peak > self.budget and self.device.type == "cuda":
-            message = f"it needs {shown_bytes(peak)} of {shown_bytes(self.budget)}"
+            message = f"it needs {format_bytes(peak)} of {format_bytes(self.budget)}"
             result = TrialResult(outcome="oom", message=message, peak_bytes=result.peak_bytes)
         one = Measurement(item, plan, result)
         self.found.append(one)

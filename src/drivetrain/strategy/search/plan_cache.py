@@ -46,7 +46,7 @@ _MOST_ITEMS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptPlan:
+class CachedPlan:
     """One file of the cache."""
 
     path: Path
@@ -60,14 +60,14 @@ class KeptPlan:
     """Its JSON text."""
 
 
-def find_kept_plan(
+def find_cached_plan(
     task: TrainingTask, device: torch.device, world: int, constraints: SearchConstraints
 ) -> Strategy | None:
     """Return the plan of an earlier search if it can be used now. Every rank calls it and gets the same result."""
     if not _is_on(constraints):
         return None
     found = _read(_path(task, device, world, constraints)) if is_master() else None
-    kept: KeptPlan | None = broadcast_from_master(found)
+    kept: CachedPlan | None = broadcast_from_master(found)
     if kept is None:
         return None
     try:
@@ -82,7 +82,7 @@ def find_kept_plan(
     return replace(plan, reasons=(*plan.reasons, text))
 
 
-def keep_plan(
+def cache_plan(
     plan: Strategy, task: TrainingTask, device: torch.device, world: int, constraints: SearchConstraints
 ) -> None:
     """Save a plan for the next start. If the folder cannot be written, the next start searches again."""
@@ -104,7 +104,7 @@ def keep_plan(
         replace_bytes(path, text.encode(), mode=0o600, durable=False)
 
 
-def kept_plans() -> list[KeptPlan]:
+def cached_plans() -> list[CachedPlan]:
     """Return the cached plans, newest first."""
     read = map(_read, _files())
     return sorted((kept for kept in read if kept is not None), key=lambda kept: kept.made, reverse=True)
@@ -135,7 +135,7 @@ def _fits(plan: Strategy, device: torch.device, world: int, constraints: SearchC
     return needed <= budget_bytes(constraints.memory_budget, free)
 
 
-def _read(path: Path) -> KeptPlan | None:
+def _read(path: Path) -> CachedPlan | None:
     """Return what a file holds, or None for one that is missing, damaged, of another format, or not private."""
     try:
         status = path.stat()
@@ -144,7 +144,7 @@ def _read(path: Path) -> KeptPlan | None:
         held = load_json(read_limited(path, _FILE_LIMIT))
         if not isinstance(held, dict) or held.pop("digest", None) != _digest(held) or held.pop("format") != _FORMAT:
             return None
-        return KeptPlan(path=path, **held)
+        return CachedPlan(path=path, **held)
     except (OSError, ValueError, TypeError):
         return None
 

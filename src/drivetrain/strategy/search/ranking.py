@@ -7,7 +7,7 @@ once as fast, as small and as simple. The result of a trial rules out candidates
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from drivetrain.core.display import shown_bytes
+from drivetrain.core.display import format_bytes
 from drivetrain.strategy.profile.values import MachineProfile, ModelProfile
 from drivetrain.strategy.search.candidates import Candidate, label_of
 from drivetrain.strategy.search.cost import Cost, predict_memory, predict_time
@@ -150,7 +150,7 @@ def _without_amounts(candidate: Candidate) -> Candidate:
 def rejection(item: Scored, chosen: float, budget: float) -> str:
     """Return why a candidate was not chosen, with its numbers."""
     if item.peak > budget:
-        return f"{item.label}: needs {shown_bytes(item.peak)} of {shown_bytes(budget)}"
+        return f"{item.label}: needs {format_bytes(item.peak)} of {format_bytes(budget)}"
     text = f"{item.label}: predicted {item.seconds * 1e3:.4g} ms a step, {(item.seconds / chosen - 1) * 100:+.0f} %"
     return text if item.seconds >= chosen else f"{text}, but not tried"
 
@@ -186,4 +186,4 @@ def sensitivity(scored: Iterable[Scored], chosen: Scored, budget: float) -> str 
         return None
     found = min(faster, key=lambda item: (item.peak, item.seconds))
     gain = (1 - found.seconds / chosen.seconds) * 100
-    return f"{shown_bytes(found.peak - budget)} more would allow {found.label}: -{gain:.0f} % step time (predicted)"
+    return f"{format_bytes(found.peak - budget)} more would allow {found.label}: -{gain:.0f} % step time (predicted)"

@@ -6,7 +6,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         ".running": ["TrialPool", "run_trial"],
-        ".report": ["TrialResult", "Yardstick"],
+        ".report": ["TrialResult", "ReferenceResults"],
         ".process": ["reject_inside_trial"],
     },
 )

@@ -2,13 +2,13 @@
 from drivetrain.strategy.trial.running import TrialPool as TrialPool
 from drivetrain.strategy.trial.running import run_trial as run_trial
 from drivetrain.strategy.trial.report import TrialResult as TrialResult
-from drivetrain.strategy.trial.report import Yardstick as Yardstick
+from drivetrain.strategy.trial.report import ReferenceResults as ReferenceResults
 from drivetrain.strategy.trial.process import reject_inside_trial as reject_inside_trial
 
 __all__ = [
     "TrialPool",
     "run_trial",
     "TrialResult",
-    "Yardstick",
+    "ReferenceResults",
     "reject_inside_trial",
 ]

@@ -21,7 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from drivetrain.core.types import Batch
 from drivetrain.module.distributed_tensors import whole_tensor
-from drivetrain.module.probing import attributes_set, buffers_kept
+from drivetrain.module.probing import attributes_set, restore_buffers_after
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import data_rank
@@ -40,7 +40,7 @@ from drivetrain.strategy.trial.per_parameter import (
     relative_errors,
     watch_movements,
 )
-from drivetrain.strategy.trial.report import OutcomeKind, Yardstick
+from drivetrain.strategy.trial.report import OutcomeKind, ReferenceResults
 
 CHECK_SAMPLES, MOST_SAMPLES = 8, 32
 LEVELS = ("exact", "tf32", "mixed", "low")
@@ -117,7 +117,7 @@ def comparing(model: nn.Module, *, quiet: bool = False) -> Iterator[None]:
             (module, name, 0.0) for module, name, value in fields if "drop" in name and isinstance(value, float)
         ]
     try:
-        with attributes_set(changes), buffers_kept(model):
+        with attributes_set(changes), restore_buffers_after(model):
             model.train(quiet)
             for module in modules:
                 if isinstance(module, _DropoutNd | _NormBase):
@@ -131,9 +131,9 @@ def comparing(model: nn.Module, *, quiet: bool = False) -> Iterator[None]:
 # The plain model.
 
 
-def plain_yardstick(
+def compute_reference_results(
     model: nn.Module, task: TrainingTask, device: torch.device, samples: int, *, steady: bool = False
-) -> Yardstick:
+) -> ReferenceResults:
     """Return the expected results of a step from the plain model on its device. The model is unchanged afterwards, without
     gradients.
     """
@@ -148,7 +148,9 @@ def plain_yardstick(
             return replace(_yardstick(model, task, device, samples, steady=False), is_quiet=True)
 
 
-def _yardstick(model: nn.Module, task: TrainingTask, device: torch.device, samples: int, *, steady: bool) -> Yardstick:
+def _yardstick(
+    model: nn.Module, task: TrainingTask, device: torch.device, samples: int, *, steady: bool
+) -> ReferenceResults:
     batch = task.batch(samples)
 
     def loss_of(rows: Batch, seed: int = _SEED) -> Tensor:
@@ -181,13 +183,13 @@ def _yardstick(model: nn.Module, task: TrainingTask, device: torch.device, sampl
         if with_gradients:
             each = replace(each, split=relative_errors(each.gradients, gradients_of(model), "exact", 1e-5))
         model.zero_grad()
-    return Yardstick(
+    return ReferenceResults(
         loss=value,
         gradient_norm=norm_of(each.gradients),
         samples=samples,
         each=each,
         split_error=error,
-        is_steady=_is_steady(model, loss_of, batch, value) if steady else None,
+        is_steady=_is_deterministic_in_training(model, loss_of, batch, value) if steady else None,
         is_random=is_random,
     )
 
@@ -207,13 +209,15 @@ def _rounding(
         model.zero_grad()
 
 
-def _is_steady(model: nn.Module, loss_of: Callable[[Any], Tensor], batch: Batch, loss: float) -> bool:
+def _is_deterministic_in_training(
+    model: nn.Module, loss_of: Callable[[Any], Tensor], batch: Batch, loss: float
+) -> bool:
     """Return whether training mode gives the loss of evaluation: no dropout and no statistics of the batch."""
     set_seed(_SEED)
     random = capture_rng()
     model.train()
     try:
-        with buffers_kept(model), torch.no_grad():
+        with restore_buffers_after(model), torch.no_grad():
             other = plain_number(loss_of(batch))
     except Exception:  # a model that cannot do this is compared in evaluation mode
         return False
@@ -301,7 +305,7 @@ def _next(ctx: Application) -> None:
         ctx.stepping.begin(None)
 
 
-def verdict(found: Measured, expected: Yardstick, plan: ResolvedPlan) -> tuple[OutcomeKind, str]:
+def verdict(found: Measured, expected: ReferenceResults, plan: ResolvedPlan) -> tuple[OutcomeKind, str]:
     """Return whether a plan's loss and the gradients and updates of each parameter are as expected, with the numbers."""
     loss, norm = found.loss, found.norm
     numbers = (
@@ -323,7 +327,7 @@ def verdict(found: Measured, expected: Yardstick, plan: ResolvedPlan) -> tuple[O
     if overflows:
         return "ok", f"{numbers}; gradients overflow at the first scale of float16, so they were not compared"
     if changing := [method.name for _, method, _ in plan.steps if method.changes_gradient]:
-        return _verdict_on_others(found, numbers, changing)
+        return _check_trains_anything(found, numbers, changing)
     findings = compare(expected.each, found.each, level, tolerance)
     by_loss = [] if found.is_counted else [finding for finding in findings if _is_by_loss(finding, expected, tolerance)]
     if by_loss:  # a property of the loss, of which the user is warned
@@ -341,13 +345,13 @@ def verdict(found: Measured, expected: Yardstick, plan: ResolvedPlan) -> tuple[O
     return "ok", f"{numbers}; {counted} parameters compared" if counted else numbers
 
 
-def _is_by_loss(finding: Finding, expected: Yardstick, tolerance: float) -> bool:
+def _is_by_loss(finding: Finding, expected: ReferenceResults, tolerance: float) -> bool:
     """Return whether a difference comes from dividing the batch, as it does in the plain model too."""
     usual = _PARTS * expected.each.split.get(finding.name, 0.0)
     return not finding.is_lost and (finding.error <= usual or (finding.is_movement and usual > tolerance))
 
 
-def _verdict_on_others(found: Measured, numbers: str, changing: list[str]) -> tuple[OutcomeKind, str]:
+def _check_trains_anything(found: Measured, numbers: str, changing: list[str]) -> tuple[OutcomeKind, str]:
     """Return whether a plan that trains something else by design trains anything: there is no plain gradient to compare with."""
     names = ", ".join(changing)
     if not found.norm > 0:

@@ -30,15 +30,15 @@ from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.checking import (
     Share,
+    compute_reference_results,
     plain_number,
-    plain_yardstick,
     planned_step,
     share_of_plan,
     train_window,
     verdict,
 )
 from drivetrain.strategy.trial.memory import MemoryMeter
-from drivetrain.strategy.trial.report import PLAIN, OutcomeKind, Yardstick
+from drivetrain.strategy.trial.report import PLAIN, OutcomeKind, ReferenceResults
 from drivetrain.strategy.value import Strategy
 
 WARM_UP_STEPS = 2
@@ -56,7 +56,7 @@ class Order:
     """Methods of the plan that the user registered."""
     steps: int
     verify: bool = True
-    yardsticks: tuple[Yardstick, ...] = ()
+    yardsticks: tuple[ReferenceResults, ...] = ()
     """The expected results that are known."""
     plain_fits: bool = True
     """Whether the plain model may fit on the device; False where it did not in an earlier trial."""
@@ -130,7 +130,7 @@ class _TimedTrial:
 
     # Right.
 
-    def _known(self, samples: int) -> Yardstick | None:
+    def _known(self, samples: int) -> ReferenceResults | None:
         """Return what is known about so many samples."""
         for one in self.order.yardsticks:
             may_be_used = one.source == PLAIN or not self.order.plain_fits
@@ -138,18 +138,20 @@ class _TimedTrial:
                 return one
         return None
 
-    def _plain(self, model: nn.Module, samples: int) -> tuple[Yardstick | None, nn.Module]:
+    def _plain(self, model: nn.Module, samples: int) -> tuple[ReferenceResults | None, nn.Module]:
         """Return the plain model's numbers, or None where it does not fit on some rank; and a model to go on with."""
         found = None
         home = next((parameter.device for parameter in model.parameters()), self.device)
         with suppress(torch.OutOfMemoryError):
-            found = plain_yardstick(model.to(self.device), self.task, self.device, samples, steady=self.is_compiled)
+            found = compute_reference_results(
+                model.to(self.device), self.task, self.device, samples, steady=self.is_compiled
+            )
         if agree_any(found is None):
             del model
-            tidy(self.device)
+            release_unused_memory(self.device)
             return None, self.task.build()
         model.to(home)  # a plan is applied where the caller has the model: sharding then never holds it whole
-        tidy(self.device)
+        release_unused_memory(self.device)
         return found, model
 
     def _compare_with_fewer_blocks(self, model: nn.Module) -> None:
@@ -158,14 +160,14 @@ class _TimedTrial:
         kind, text = compare_with_fewer_blocks(self.order.plan, self.task, model, self.device)
         if self.is_compiled and self.may_reset:
             torch._dynamo.reset()  # as in `_check`
-        tidy(self.device)
+        release_unused_memory(self.device)
         if kind not in ("ok", None):
             raise TrialFailed(kind, text)
         self.tell("note", text=text if kind else f"this plan was not compared with the plain model: {text}")
         if kind == "ok":
             self.tell("verified")
 
-    def _check(self, ctx: Application, expected: Yardstick | None, share: Share, batch: BatchSplit) -> None:
+    def _check(self, ctx: Application, expected: ReferenceResults | None, share: Share, batch: BatchSplit) -> None:
         """Run a step of the plan and compare it. Where nothing is expected, others are compared with it."""
         is_steady = self.is_compiled and expected is not None and bool(expected.is_steady)
         as_trained = is_steady and batch.micro % share.rows == 0 and ctx.stepping.pipeline is None
@@ -181,7 +183,7 @@ class _TimedTrial:
             is_finite = math.isfinite(found.loss) and math.isfinite(found.norm)
             kind: OutcomeKind = "ok" if is_finite else "nonfinite"
             text = f"loss {found.loss:.6g}, gradient norm {found.norm:.4g}"
-            known = Yardstick(
+            known = ReferenceResults(
                 loss=found.loss, gradient_norm=found.norm, samples=share.samples, each=found.each, source="first plan that fits"
             )  # fmt: skip
         else:
@@ -198,7 +200,7 @@ class _TimedTrial:
 
     def _train(self, ctx: Application, batch: Batch) -> None:
         ctx.model.train()
-        tidy(self.device)
+        release_unused_memory(self.device)
         batch = self._at_hand(batch)
         for step in range(WARM_UP_STEPS + sum(method.warm_up_steps for method in self.methods)):
             value = plain_number(train_window(ctx, batch, self.task.call))
@@ -229,7 +231,7 @@ class _TimedTrial:
             loss = train_window(ctx, batch, self.task.call)
             if self.device.type != "cpu":
                 torch.accelerator.synchronize()
-            self._tell_step(index, time.perf_counter() - begin, plain_number(loss))
+            self._send_step_result(index, time.perf_counter() - begin, plain_number(loss))
 
     def _timed_by_events(self, ctx: Application, batch: Batch) -> None:
         """Read each step's time one step later, so that the host runs ahead of the device as it does in training."""
@@ -242,7 +244,7 @@ class _TimedTrial:
         def tell(index: int) -> None:
             marks[index + 1].synchronize()
             seconds = marks[index].elapsed_time(marks[index + 1]) / 1000
-            self._tell_step(index, seconds, float(losses[index]))
+            self._send_step_result(index, seconds, float(losses[index]))
 
         for index in range(steps):
             loss = train_window(ctx, batch, self.task.call)
@@ -253,14 +255,14 @@ class _TimedTrial:
         if steps:
             tell(steps - 1)
 
-    def _tell_step(self, index: int, seconds: float, loss: float) -> None:
+    def _send_step_result(self, index: int, seconds: float, loss: float) -> None:
         peak, reserved = self.meter.peak()
         self.tell("step", seconds=seconds, loss=loss, peak=peak, reserved=reserved)
         if not math.isfinite(loss):
             raise TrialFailed("nonfinite", f"the loss of training step {index + WARM_UP_STEPS + 1} is {loss}")
 
 
-def tidy(device: torch.device) -> None:
+def release_unused_memory(device: torch.device) -> None:
     """Release memory that is no longer used."""
     gc.collect()
     if device.type == "cuda":

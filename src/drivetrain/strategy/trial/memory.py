@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from drivetrain.core.display import shown_bytes
+from drivetrain.core.display import format_bytes
 from drivetrain.core.errors import DrivetrainWarning
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def watch_memory(app: "Application", plan: "Strategy") -> None:
         real = torch.cuda.max_memory_allocated(app.device)
         if real > predicted * (1 + SURPRISE):
             warnings.warn(
-                f"the plan was predicted to need {shown_bytes(predicted)} for tensors, and two updates took {shown_bytes(real)}. "
+                f"the plan was predicted to need {format_bytes(predicted)} for tensors, and two updates took {format_bytes(real)}. "
                 "Inputs that are larger than the samples of the search would explain it.",
                 DrivetrainWarning,
                 stacklevel=2,

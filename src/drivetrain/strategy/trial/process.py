@@ -32,7 +32,7 @@ from drivetrain.runtime.workers import is_lost_peer
 from drivetrain.strategy.registry import find_method, method_names, register_method
 from drivetrain.strategy.snapshot import ProcessSettings
 from drivetrain.strategy.task import TrainingTask
-from drivetrain.strategy.trial.measuring import Order, failure_of, measure, tidy
+from drivetrain.strategy.trial.measuring import Order, failure_of, measure, release_unused_memory
 from drivetrain.strategy.trial.memory import MemoryKills, MemoryMeter, resident_bytes_of
 from drivetrain.strategy.trial.report import Report
 
@@ -205,7 +205,7 @@ class _Service:
         try:
             self._settle()
         except Exception as error:  # a device or a group that cannot be had
-            self._tell_failure(error)
+            self._send_failure(error)
         self.tell("received")
         while True:
             self._serve_order(self.pipe.recv(), task)
@@ -237,18 +237,18 @@ class _Service:
         try:
             measure(order, task, self.device, self.tell, may_reset=True)
         except Exception as error:  # whatever goes wrong in the user's model or a kernel is the outcome of the trial
-            self._tell_failure(error)
+            self._send_failure(error)
         torch._dynamo.reset()
         self.place.settings.restore()
         clear_data_ranks()
-        tidy(self.device)
+        release_unused_memory(self.device)
         is_clean = meter.growth() <= LEFT_BYTES.get(self.device.type, LEFT_ON_HOST)
         is_clean = is_clean and all(find_method(name).leaves_no_trace for name in order.plan.opt_names())
         self.tell("done", is_clean=is_clean)
         if not is_clean:
             self._wait_for_end()
 
-    def _tell_failure(self, error: BaseException) -> NoReturn:
+    def _send_failure(self, error: BaseException) -> NoReturn:
         kind, message = failure_of(error)
         is_echo = kind == "error" and is_lost_peer(error)
         self.tell("failed", kind=kind, message=message, error_class=type(error).__name__, is_echo=is_echo)

@@ -15,7 +15,7 @@ OutcomeKind = Literal["ok", "oom", "timeout", "error", "nonfinite", "wrong"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Yardstick:
+class ReferenceResults:
     """The expected loss of a few samples, and the expected gradient and update of each parameter."""
 
     loss: float
@@ -65,7 +65,7 @@ class TrialResult:
     """The name of the exception, where one was raised."""
     is_in_process: bool = False
     """Whether no process of its own could be had, and the trial ran in the caller's."""
-    yardstick: Yardstick | None = None
+    yardstick: ReferenceResults | None = None
     """What later trials of the same task may be compared with, without running the plain model again."""
     phases: tuple[tuple[str, float], ...] = ()
     """How long rank 0 took for each part of the trial before the timed steps, in seconds."""
@@ -95,7 +95,7 @@ class Report:
     loss: float | None = None
     norm: float | None = None
     is_verified: bool = False
-    yardstick: Yardstick | None = None
+    yardstick: ReferenceResults | None = None
     """What loss and norm were compared with, or their own numbers where there was nothing to compare with."""
     is_clean: bool = False
     notes: list[str] = field(default_factory=list)

@@ -35,9 +35,9 @@ from drivetrain.runtime.store import store_variables
 from drivetrain.strategy.registry import find_method
 from drivetrain.strategy.snapshot import ProcessSettings
 from drivetrain.strategy.task import TrainingTask
-from drivetrain.strategy.trial.measuring import Order, failure_of, measure, tidy
+from drivetrain.strategy.trial.measuring import Order, failure_of, measure, release_unused_memory
 from drivetrain.strategy.trial.process import ChildSettings, TrialProcess, reject_inside_trial
-from drivetrain.strategy.trial.report import PLAIN, Report, TrialResult, Yardstick, cause_of, merge
+from drivetrain.strategy.trial.report import PLAIN, ReferenceResults, Report, TrialResult, cause_of, merge
 from drivetrain.strategy.value import Strategy
 
 SILENCE_SECONDS = 30.0
@@ -61,7 +61,7 @@ def run_trial(
     steps: int,
     deadline: float,
     predicted: float | None = None,
-    yardstick: Yardstick | None = None,
+    yardstick: ReferenceResults | None = None,
     verify: bool = True,
     memory_share: float | None = None,
     patience: float = SILENCE_SECONDS,
@@ -90,7 +90,7 @@ class TrialPool(AbstractContextManager["TrialPool"]):
         self.task, self.device, self.patience = task, device, patience
         self._process: TrialProcess | None = None
         self._obstacle: TrialResult | None = None
-        self._yardsticks: dict[int, Yardstick] = {}
+        self._yardsticks: dict[int, ReferenceResults] = {}
         self._plain_fits = True
         self._store: Any = None
         self._meeting: dict[str, str] | None = None
@@ -255,7 +255,7 @@ class TrialPool(AbstractContextManager["TrialPool"]):
         steps: int,
         deadline: float,
         predicted: float | None = None,
-        yardstick: Yardstick | None = None,
+        yardstick: ReferenceResults | None = None,
         verify: bool = True,
         memory_share: float | None = None,
     ) -> TrialResult:
@@ -285,12 +285,12 @@ class TrialPool(AbstractContextManager["TrialPool"]):
         result = merge(reports, steps, self.device.type)
         if result.outcome != "ok" or not all(other.is_clean for other in reports):
             self.close()
-        self._keep_yardstick(result)
+        self._store_reference_results(result)
         if self._forked is not None:
             result = replace(result, notes=(*result.notes, f"tried in a forked process: {self._forked}"))
         return result
 
-    def _order(self, plan: Strategy, steps: int, verify: bool, yardstick: Yardstick | None) -> Order:
+    def _order(self, plan: Strategy, steps: int, verify: bool, yardstick: ReferenceResults | None) -> Order:
         methods = map(find_method, dict.fromkeys(plan.opt_names()))
         return Order(
             plan=Strategy(plan.opt_list, batch=plan.batch),
@@ -301,7 +301,7 @@ class TrialPool(AbstractContextManager["TrialPool"]):
             plain_fits=self._plain_fits,
         )
 
-    def _keep_yardstick(self, result: TrialResult) -> None:
+    def _store_reference_results(self, result: TrialResult) -> None:
         """Keep the plain model's numbers for the next plans; where it does not fit, those of the first plan that does."""
         found = result.yardstick
         if found is not None and result.outcome == "ok":
@@ -341,7 +341,7 @@ class TrialPool(AbstractContextManager["TrialPool"]):
             report.fail(*failure_of(error), type(error).__name__)
         finally:
             settings.restore()
-            tidy(self.device)
+            release_unused_memory(self.device)
             restore_rng(random_state)
         result = merge([report], order.steps, self.device.type)
         note = f"tried in the process of the caller: {obstacle}"

@@ -179,14 +179,14 @@ class ModelEmaCallback(SaveBestModelCallback):
         if not self.evaluate_during_training or not trainer.evaluates_inside_epochs:
             return
         self._evaluate_average(trainer, trainer.run.data.evaluation, is_intermediate=True)
-        with self._in_place_of_the_model(trainer):
+        with self._swapped_into_model(trainer):
             super().on_intermediate_evaluation_end(trainer)
 
     def _evaluate_average(self, trainer: "Trainer", loader: Iterable[object], is_intermediate: bool = False) -> None:
         handler, prefix = trainer.callback_handler, trainer.run_history.metric_name_prefix
         attending = handler.callbacks
         trainer.print("Evaluating the average of the weights")
-        with self._in_place_of_the_model(trainer):
+        with self._swapped_into_model(trainer):
             try:
                 handler.callbacks = self.callback_handler.callbacks
                 trainer.run_history.set_metric_name_prefix(_PREFIX)
@@ -197,7 +197,7 @@ class ModelEmaCallback(SaveBestModelCallback):
 
     def on_training_run_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
         """Save the average if it is the best, or if nothing is compared."""
-        with self._in_place_of_the_model(trainer):
+        with self._swapped_into_model(trainer):
             if self.evaluate_during_training:
                 super().on_training_run_epoch_end(trainer)
             else:
@@ -223,7 +223,7 @@ class ModelEmaCallback(SaveBestModelCallback):
         return self.ema_model
 
     @contextmanager
-    def _in_place_of_the_model(self, trainer: "Trainer") -> Iterator[None]:
+    def _swapped_into_model(self, trainer: "Trainer") -> Iterator[None]:
         model = trainer.model
         trainer.model = self._average().module
         try:

@@ -268,7 +268,7 @@ class LossSpike(TrainerCallback):
             return
         assert self.guard is not None
         if self.rolls_back:
-            self.guard.to_pass_over = self.pass_over
+            self.guard.batches_to_skip = self.pass_over
         if self._trainer is not None:
             self._trainer.run_history.update_metric("loss_spike", value)
             self._trainer.print(f"batch {batch}: the loss {value:.6g} is a spike; the limit is {limit:.6g}.")
