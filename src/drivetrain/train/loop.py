@@ -347,14 +347,14 @@ class TrainerLoop(EvaluationLoop):
         move = loaders.mover(self.device, loader)
         fire.before_dataloader()
         if limit is None:
-            for batch, last in loaders.look_ahead(loader):
+            for batch, last in loaders.look_ahead(self._rest_of_epoch(loader, ahead=1)):
                 state.step = clock.batch_in_epoch
                 yield (batch if move is None else move(batch)), last
                 fire.before_dataloader()
             return
         if clock.batch_in_epoch >= limit:
             return
-        for batch in loader:
+        for batch in self._rest_of_epoch(loader):
             state.step = step = clock.batch_in_epoch
             if source is not None:
                 state.sample_index = source.sample_index
@@ -363,6 +363,10 @@ class TrainerLoop(EvaluationLoop):
             if last:
                 return
             fire.before_dataloader()
+
+    def _rest_of_epoch(self, loader: Iterable[object], ahead: int = 0) -> Iterable[object]:
+        replay = self.run.data.replay
+        return loader if replay is None else replay.batches(loader, self.state.clock, ahead=ahead)
 
     def _at_boundary(self) -> bool:
         """Between two steps: agree, evaluate, save, handle signals and limits; True ends the run."""

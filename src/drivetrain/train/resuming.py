@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from drivetrain.context.context import Context
 from drivetrain.context.state import State
 from drivetrain.core.display import printable
-from drivetrain.core.errors import ConfigError, ResumeError, warn
+from drivetrain.core.errors import ConfigError, warn
 from drivetrain.core.event import Event
 from drivetrain.core.lazy import Slot
 from drivetrain.core.types import StateDict
@@ -31,7 +31,7 @@ from drivetrain.train import loaders
 from drivetrain.train.agreement import StopVote
 from drivetrain.train.checkpoints import CheckpointSchedule, restore_from
 from drivetrain.train.logbook import Logbook
-from drivetrain.train.run import EvaluationPlan, EvaluationState, Measures, Run
+from drivetrain.train.run import EvaluationPlan, EvaluationState, LoaderReplay, Measures, Run
 from drivetrain.train.settings import AnyPath, TrainSettings
 from drivetrain.train.tracking import InMemoryRunHistory, MetricWatch, load_means, load_sums, of_data_ranks
 
@@ -130,10 +130,14 @@ def fill_state(trainer: "Trainer") -> None:
     state.scaler = getattr(trainer.runtime, "scaler", None)
     state.history = history
     state._side_file = history if isinstance(history, InMemoryRunHistory) else None
-    state.epoch_loss = EpochLoss(run.measures, run.evaluation, trainer.logbook)
     state.loggers = [logger for logger in trainer.logbook.loggers if hasattr(logger, "state_dict")]
     smart = loaders.smart_loader(loader)
     state.train_dataloader = loader if smart is None else smart
+    restores = callable(getattr(type(state.train_dataloader), "load_state_dict", None))
+    run.data.replay = None if restores else LoaderReplay(loader)
+    if not restores:
+        state._warned = state._warned | {"train_dataloader"}  # the replay is saved instead
+    state.epoch_loss = EpochLoss(run.measures, run.evaluation, trainer.logbook, run.data.replay)
     state.gradients = run.stepper
     state.accumulation_steps = settings.gradient_accumulation_steps
     if loaders.length(loader) is not None:
@@ -145,11 +149,11 @@ class EpochLoss:
     """The epoch's loss so far over all data ranks: exact on the same number of ranks, the correct sum on any other number.
 
     With it are saved how many evaluations have been made inside epochs, what the run was about to do (the evaluation that a signal cut
-    short, or the end of the epoch), and the means that loggers get next.
+    short, or the end of the epoch), the means that loggers get next, and how the epoch of a loader without a position began.
     """
 
-    def __init__(self, measures: Measures, evaluation: EvaluationPlan, logbook: Logbook):
-        self._measures, self._evaluation, self._logbook = measures, evaluation, logbook
+    def __init__(self, measures: Measures, evaluation: EvaluationPlan, logbook: Logbook, replay: LoaderReplay | None):
+        self._measures, self._evaluation, self._logbook, self._replay = measures, evaluation, logbook, replay
 
     def state_dict(self) -> StateDict:
         """Return the sums of every data rank. All ranks must call this."""
@@ -166,6 +170,7 @@ class EpochLoss:
             "unfinished": evaluation.unfinished,
             "plateau": evaluation.plateau.state_dict(),
             "step_losses": None if steps is None else steps.state_dict(),
+            "replay": None if self._replay is None else self._replay.state_dict(),
         }
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -181,6 +186,8 @@ class EpochLoss:
             measures.logged.update(load_means(state["logged"]))
             measures.train_metrics.load_state_dict(state["train_metrics"])
         measures.restored_steps = state.get("step_losses")
+        if self._replay is not None:
+            self._replay.load_state_dict(state.get("replay") or [])
         load_sums(measures.tracker, state["ranks"])
 
 
@@ -230,16 +237,11 @@ def _load(trainer: "Trainer", checkpoints: CheckpointSchedule, source: AnyPath) 
         rng = of_data_ranks(rng)[data_rank()]  # ranks that share samples take one, also of a run with other ranks
     run.restored_rng = rng
     trainer.run_history._set_epoch(clock.epoch if run.evaluation.unfinished == "epoch" else clock.epoch + 1)
-    loader = type(state.train_dataloader)
-    if clock.batch_in_epoch and not callable(getattr(loader, "load_state_dict", None)):
-        raise ResumeError(
-            f"the checkpoint was taken {clock.batch_in_epoch} batches into an epoch, but the training loader ({loader.__name__}) cannot "
-            "restore its position: it has no load_state_dict. Give train() the dataset instead of the loader, use "
-            "drivetrain.SmartDataLoader, or resume from a checkpoint at the end of an epoch."
-        )
+    replayed = "" if run.data.replay is None else run.data.replay.go_on_after(clock.batch_in_epoch)
     checkpoints.last = getattr(restored, "path", source)
     trainer.print(
-        f"Resumed {checkpoints.last}: epoch {clock.epoch + 1}, batch {clock.batch_in_epoch}, {clock.step} updates done."
+        f"Resumed {checkpoints.last}: epoch {clock.epoch + 1}, batch {clock.batch_in_epoch}, {clock.step} updates "
+        f"done.{replayed}"
     )
     _report_replaced(trainer, given)
 

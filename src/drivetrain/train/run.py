@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.engine import Engine, Fire
-from drivetrain.core.errors import StateError
+from drivetrain.core.errors import ResumeError, StateError, warn
 from drivetrain.core.event import Event
 from drivetrain.core.time import Clock, Interval
 from drivetrain.core.types import Settings, StateDict
@@ -29,6 +30,8 @@ from drivetrain.module.loss_items import LossWatch
 from drivetrain.module.stepper import Stepper
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.codec import pack, unpack
+from drivetrain.runtime.ranks import data_rank, num_data_ranks
+from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.train import loaders
 from drivetrain.train.agreement import Agreement
 from drivetrain.train.batches import BatchForm, BatchOutput, WholeForm, batch_size_of, find_form
@@ -37,7 +40,7 @@ from drivetrain.train.failures import LastGoodState, Recovery
 from drivetrain.train.items import WHOLE, KnownBatch, LossCounting, Part
 from drivetrain.train.joint_step import JointForm
 from drivetrain.train.settings import TrainerOptions, TrainerRunConfig, TrainSettings
-from drivetrain.train.tracking import LossTracker, MetricSet, MetricWatch
+from drivetrain.train.tracking import LossTracker, MetricSet, MetricWatch, of_data_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,6 +64,7 @@ class TrainingData:
     """The `SmartDataLoader` behind the training loader, which counts samples over all ranks; None for a loader of the user's own."""
     may_pad: bool = False
     """Whether a batch may be padding, which only keeps this rank synchronized with ranks that still have samples."""
+    replay: "LoaderReplay | None" = None  # for a training loader that cannot restore its position
     reads_index: bool = False  # whether a plugin reads which samples are in a batch
     count_tokens: Callable[..., int] | None = None
 
@@ -347,3 +351,82 @@ def _set(generator: object, saved: object) -> None:
 def _set_number(loader: object, number: int) -> None:
     if (smart := loaders.smart_loader(loader)) is not None:
         smart.set_epoch(number)
+
+
+class LoaderReplay:
+    """Lets a loader that cannot restore its position go on inside an epoch, by reading the epoch's first batches again.
+
+    Their order follows from the random generators as they were when the epoch began, which are saved.
+    """
+
+    def __init__(self, loader: Iterable[object]):
+        self._loader = inner = loaders.unsliced(loader)
+        self._name = type(inner).__name__
+        self._settings = {"batch_size": getattr(inner, "batch_size", None), "number of batches": loaders.length(inner)}
+        self._num_workers = getattr(inner, "num_workers", None)
+        self._start: StateDict | None = None  # how the current epoch began
+        self._saved: list[StateDict | None] = []  # of each data rank of a checkpoint
+        self._restored: StateDict | None = None
+
+    def state_dict(self) -> list[StateDict | None]:
+        """Return how the epoch began on each data rank. All ranks must call this."""
+        settings = {"settings": self._settings, "num_workers": self._num_workers}
+        now = {"now": pack(loader_state(self._loader))}
+        return of_data_ranks(None if self._start is None else {**self._start, **now, **settings})
+
+    def load_state_dict(self, state: list[StateDict | None]) -> None:
+        """Take what `state_dict` returned; `go_on_after` uses it."""
+        self._saved = state
+
+    def go_on_after(self, done: int) -> str:
+        """Let the next epoch go on after its first batches, as the checkpoint did, and return a line that says so."""
+        if not done:
+            if len(self._saved) == num_data_ranks() and (saved := self._saved[data_rank()]) is not None:
+                load_loader_state(self._loader, unpack(saved["now"]), 0)
+            return ""
+        where = f"the checkpoint was taken {done} batches into an epoch, and the training loader ({self._name}) has no load_state_dict"
+        advice = (
+            "Give train() the dataset instead of the loader, use drivetrain.SmartDataLoader, or resume from a checkpoint at the end of an "
+            "epoch."
+        )
+        if len(self._saved) != num_data_ranks():
+            ranks = f"is of {len(self._saved)} data ranks, not {num_data_ranks()}" if self._saved else "lacks them"
+            raise ResumeError(
+                f"{where}. Its first batches could be read again, but what is saved of them {ranks}. {advice}"
+            )
+        saved = self._saved[data_rank()]
+        if saved is None:
+            raise ResumeError(f"{where}, and how the epoch began is not in the checkpoint. {advice}")
+        for name, now in self._settings.items():
+            if saved["settings"][name] != now:
+                raise ResumeError(
+                    f"{where}. Its {name} was {saved['settings'][name]} and is {now}, so other batches would follow. {advice}"
+                )
+        if saved["num_workers"] != self._num_workers:
+            warn(
+                f"the training loader had num_workers={saved['num_workers']} and has {self._num_workers}: random changes to its samples "
+                "will differ from those of the interrupted run."
+            )
+        self._restored = saved
+        return f" {self._name} cannot skip {done} batches, so they are read again. A dataset or a SmartDataLoader skips at once."
+
+    def batches(self, loader: Iterable[object], clock: Clock, *, ahead: int) -> Iterator[object]:
+        """Iterate over the rest of an epoch. `ahead` is how many batches the loop has read before it trains on them."""
+        start, done = self._restored, clock.batch_in_epoch
+        if start is None:
+            self._start = {"rng": capture_rng(), "loader": pack(loader_state(self._loader))}
+            return iter(loader)
+        self._start, self._restored, now = start, None, capture_rng()
+        loaders.set_epoch(loader, clock.epoch)
+        restore_rng(start["rng"])
+        load_loader_state(self._loader, unpack(start["loader"]), clock.epoch)
+        batches = iter(loader)
+        found = sum(1 for _ in islice(batches, done))
+        if found < done:
+            raise ResumeError(
+                f"the training loader ({self._name}) has {found} batches, but the checkpoint was taken after {done} batches of the epoch. "
+                "Resume with the data of the interrupted run, or from a checkpoint at the end of an epoch."
+            )
+        following = list(islice(batches, ahead))
+        restore_rng(now)
+        return chain(following, batches)

@@ -1,0 +1,146 @@
+"""Loaders that cannot restore their position go on inside an epoch: their first batches are read again."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, WeightedRandomSampler
+
+from drivetrain import Trainer
+from drivetrain.core.errors import ResumeError
+
+
+class Samples(Dataset):
+    def __init__(self, size=37):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        x = torch.randn(6, generator=torch.Generator().manual_seed(index))
+        return x, x.sum()[None]
+
+
+class Noisy(Samples):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + 0.1 * torch.randn(6) + 0.1 * random.random() + 0.1 * np.random.rand(), y
+
+
+class Stream(IterableDataset):
+    """Shuffles with a generator of its own, which goes on from epoch to epoch."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __iter__(self):
+        return (Samples()[i] for i in torch.randperm(37, generator=self.generator).tolist())
+
+
+class Batches:
+    """Draws its order from numpy, and has no length."""
+
+    def __iter__(self):
+        order = np.random.permutation(37).tolist()
+        return (order[i : i + 5] for i in range(0, 37, 5))
+
+
+class Fixed:
+    """Any iterable of batches."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter([columns([Samples()[i + j] for i in range(5)]) for j in range(self.batches)])
+
+
+def columns(samples):
+    return tuple(torch.stack(column) for column in zip(*samples))
+
+
+LOADERS = {
+    "shuffled": lambda: DataLoader(Noisy(), batch_size=5, shuffle=True),
+    "in order": lambda: DataLoader(Noisy(), batch_size=5),
+    "workers": lambda: DataLoader(Noisy(), batch_size=5, shuffle=True, num_workers=2),
+    "generator": lambda: DataLoader(Noisy(), batch_size=5, shuffle=True, generator=torch.Generator().manual_seed(9)),
+    "weighted": lambda: DataLoader(Samples(), batch_size=5, sampler=WeightedRandomSampler(torch.arange(1.0, 38), 37)),
+    "without a length": lambda: DataLoader(Samples(), batch_sampler=Batches()),
+    "stream": lambda: DataLoader(Stream(), batch_size=5),
+    "any iterable": lambda: Fixed(7),
+}
+
+
+def train(loader, folder=None, duration="19ba", resume_from=None, **settings):
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=())
+    settings |= {"checkpoint_dir": folder, "resume_from": resume_from, "gradient_accumulation_steps": 2}
+    trainer.train(loader, num_epochs=None, max_duration=duration, **settings)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def check_equal(found, expected):
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "stop"),
+    [("workers", "11ba")] + [(kind, stop) for kind in LOADERS if kind != "workers" for stop in ("3ba", "8ba", "11ba")],
+)
+def test_a_run_goes_on_inside_an_epoch_as_if_it_had_not_stopped(kind, stop, tmp_path):
+    make = LOADERS[kind]
+    train(make(), tmp_path, stop)
+    check_equal(train(make(), tmp_path, resume_from="auto"), train(make()))
+
+
+def test_a_resumed_run_can_be_stopped_and_resumed_again(tmp_path, capsys):
+    make = LOADERS["shuffled"]
+    train(make(), tmp_path, "10ba")
+    train(make(), tmp_path, "13ba", resume_from="auto")
+    assert "DataLoader cannot skip 2 batches, so they are read again" in capsys.readouterr().out
+    check_equal(train(make(), tmp_path, resume_from="auto"), train(make()))
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (lambda: DataLoader(Samples(), batch_size=4), "Its batch_size was 5 and is 4"),
+        (lambda: DataLoader(Samples(60), batch_size=5), "Its number of batches was 8 and is 12"),
+    ],
+)
+def test_another_loader_is_rejected(loader, message, tmp_path):
+    train(DataLoader(Samples(), batch_size=5), tmp_path, "3ba")
+    with pytest.raises(ResumeError, match=message):
+        train(loader(), tmp_path, resume_from="auto")
+
+
+def test_too_few_batches_are_rejected(tmp_path):
+    train(Fixed(6), tmp_path, "4ba")
+    with pytest.raises(ResumeError, match="has 2 batches, but the checkpoint was taken after 4"):
+        train(Fixed(2), tmp_path, resume_from="auto")
+
+
+def test_another_number_of_workers_is_named(tmp_path):
+    train(DataLoader(Samples(), batch_size=5), tmp_path, "3ba")
+    with pytest.warns(UserWarning, match="had num_workers=0 and has 1"):
+        train(DataLoader(Samples(), batch_size=5, num_workers=1), tmp_path, "5ba", resume_from="auto")
+
+
+def train_on_ranks(folder, stop):
+    def make():
+        return DataLoader(Samples(), batch_size=5, sampler=DistributedSampler(Samples()))
+
+    expected = train(make())
+    train(make(), folder, stop)
+    return train(make(), folder, resume_from="auto"), expected
+
+
+def test_several_ranks_read_their_own_batches_again(world2, tmp_path):
+    for found, expected in world2(train_on_ranks, tmp_path, "6ba"):
+        check_equal(found, expected)
