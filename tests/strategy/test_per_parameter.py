@@ -9,12 +9,13 @@ from torch import nn
 from drivetrain.strategy import plan_check
 from drivetrain.strategy.dry_run import verify_plan, with_counted_loss
 from drivetrain.strategy.method import Method, Stage
+from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
 from drivetrain.strategy.registry import register_method
 from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.task import CallModel, TrainingTask
 from drivetrain.strategy.trial import measuring
 from drivetrain.strategy.trial.checking import Measured, compute_reference_results, share_of_plan, verdict
-from drivetrain.strategy.trial.per_parameter import PerParameter, compare, norm_of, sketch
+from drivetrain.strategy.trial.per_parameter import PerParameter, compare, norm_of, plain_numbers, sketch
 from drivetrain.strategy.trial.report import ReferenceResults, Report
 from drivetrain.strategy.value import Strategy
 from tests.strategy.tasks import loss_func, make_data, make_model
@@ -252,3 +253,18 @@ def test_the_rounding_of_plain_autocast_is_measured_where_it_is_large():
     task = make_task(Cancels(), loss=lambda batch, output: output.float().mean())
     found = compute_reference_results(task.model, task, CPU, 8).each.rounding
     assert found["first.weight"] > 0.05 and "second.bias" not in found
+
+
+@pytest.mark.parametrize(("size", "differs"), [(1e-10, False), (1e-2, True)])
+def test_an_update_by_rounding_alone_may_differ(size, differs):
+    """The gradient of a bias of attention keys is zero but for rounding, which Adam makes as large as every other update."""
+    recipe, found = OptimizerRecipe(build=torch.optim.Adam, settings={"lr": 1e-2}), []
+    for seed in (1, 2):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 64)
+        model.weight.grad = torch.randn(64, 8)
+        model.bias.grad = size * torch.randn(64, generator=torch.Generator().manual_seed(seed))
+        found.append(plain_numbers(model, recipe))
+    gradients = PerParameter(gradients=found[0].gradients, movements=found[1].movements)
+    findings = compare(found[0], gradients, "exact", 2e-3)
+    assert [finding.name for finding in findings] == ["bias"] * differs

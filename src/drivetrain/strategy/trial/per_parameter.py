@@ -115,12 +115,15 @@ def plain_numbers(model: nn.Module, recipe: OptimizerRecipe | None) -> PerParame
     kept = {name: parameter.detach().clone() for name, parameter in held.items()}
     plain = {name: parameter.grad for name, parameter in held.items() if parameter.grad is not None}
     generator = torch.Generator().manual_seed(0)
+    norms = {name: float(grad.norm()) for name, grad in plain.items()}
+    largest = max(norms.values(), default=0.0)
     found: dict[str, dict[str, str]] = {}
     try:
         for level, noise in {"": 0.0, **_NOISE}.items():
             for name, parameter in held.items():
                 grad = plain[name]
-                size = noise * float(grad.norm()) / math.sqrt(max(1, grad.numel()))
+                norm = max(norms[name], _FLOOR.get(level, 0.0) * largest)  # a bias of attention keys has rounding alone
+                size = noise * norm / math.sqrt(max(1, grad.numel()))
                 drawn = torch.randn(grad.shape, generator=generator).to(grad) if noise else 0.0
                 parameter.grad = grad + size * drawn
             optimizer = recipe.make(model)
