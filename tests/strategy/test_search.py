@@ -435,6 +435,17 @@ def test_a_plan_whose_compilation_did_not_end_in_time_is_named_too():
     assert "20% of the best plan's time" in measuring.missed()
 
 
+def test_an_error_that_the_plain_model_raises_too_ends_the_trials():
+    error = TrialResult(outcome="error", message="TypeError: the loss wants a tensor")
+    kinds = {"fused": True}, {"precision": "bfloat16"}, {}
+    items = [scored(0.1 * (2 + i), 1, micro=64, **kind) for i, kind in enumerate(kinds)]
+    names = [tuple(build_space(place(machine=CPU)).plan(item.candidate).opt_names()) for item in items]
+    _, same = measure(items, dict.fromkeys(names, error))
+    assert len(same.asked) == 2
+    _, other = measure(items, dict.fromkeys(names[:2], error))  # the plain model works
+    assert len({plan for plan, _, _ in other.asked}) == 3
+
+
 def test_reports_name_the_plan_the_best_so_far_and_how_many_may_follow():
     items = [scored(1 + i / 100, 1, micro=64 // 2**i, accumulation=2**i) for i in range(4)]
     lines = []

@@ -104,7 +104,7 @@ class Measuring:
         while waiting:
             item = waiting.pop(0)
             usable = sum(one.is_usable for one in self.found)
-            if self.obstacle is not None:
+            if self.obstacle is not None or self._task_fails():
                 break
             if (usable >= most or len(self.found) >= 2 * most) and not self._is_better(item):
                 continue
@@ -117,7 +117,14 @@ class Measuring:
             else:
                 late.append(item)
         self.left, self.late = 0, late
-        self._try_late_candidate(late)
+        if not self._task_fails():
+            self._try_late_candidate(late)
+
+    def _task_fails(self) -> bool:
+        """Return whether the plain model and another plan failed with the same error, so that every plan would."""
+        causes = {(one.result.outcome, one.result.message) for one in self.found}
+        is_same = len(self.found) > 1 and len(causes) == 1 and self.found[0].result.outcome == "error"
+        return is_same and any(one.candidate == self.space.plain for one in self.found)
 
     def _is_better(self, item: Scored, share: float = 1 - TIE) -> bool:
         """Return whether a plan is predicted to take less than a share of what the best measured one takes.
