@@ -435,6 +435,19 @@ def test_a_plan_whose_compilation_did_not_end_in_time_is_named_too():
     assert "20% of the best plan's time" in measuring.missed()
 
 
+def test_what_an_untried_plan_would_bring_is_not_measured_against_corrected_predictions_of_others():
+    """The machine is busy: whatever was tried took eight times as long as predicted, and so will a compiled plan."""
+    answers = {(): TrialResult(outcome="ok", step_seconds=4.0, steps=3, startup_seconds=2.0)}
+    measuring, _ = measure([scored(0.4, 1, micro=64, compile="model"), scored(0.5, 1, micro=64)], answers, limit=14.0)
+
+    def corrected(item):
+        slower = 1.0 if item.candidate.is_compiled else 8.0
+        return replace(item, cost=replace(item.cost, time={part: slower * s for part, s in item.cost.time.items()}))
+
+    measuring.corrected = corrected
+    assert "80% of the best plan's time" in measuring.missed()
+
+
 def test_an_error_that_the_plain_model_raises_too_ends_the_trials():
     error = TrialResult(outcome="error", message="TypeError: the loss wants a tensor")
     kinds = {"fused": True}, {"precision": "bfloat16"}, {}

@@ -177,11 +177,11 @@ class Measuring:
     def missed(self) -> str | None:
         """Return the plan that might be better and was not tried because the time limit is too short, or None."""
         best, unfinished = choose(self.found), [one.scored for one in self.found if one.result.outcome == "timeout"]
-        late = [*map(self.corrected, unfinished), *(i for i in map(self.corrected, self.late) if not self._is_known(i))]
-        item = min(late, key=lambda item: item.seconds, default=None)
+        late = [*unfinished, *(item for item in self.late if not self._is_known(item))]
+        item = min(map(self._as_wrong_as_others, late), key=lambda item: item.seconds, default=None)
         if best is None or item is None:
             return None
-        share = item.seconds / self.corrected(best.scored).seconds  # both predicted: they err alike
+        share = item.seconds / self.corrected(best.scored).seconds
         if share >= 1 - TIE:
             return None
         limit = self.clock.limit + self._expected(item)
@@ -189,6 +189,17 @@ class Measuring:
             f"the time limit of {self.clock.limit:.0f} s is too short to try {item.label}, which is predicted to take {share:.0%} of the "
             f"best plan's time; use about {limit:.0f} s"
         )
+
+    def _as_wrong_as_others(self, item: Scored) -> Scored:
+        """Return a plan as predicted now; one of an untried kind is at least as slow as all tried kinds were."""
+        item, learnt = self.corrected(item), dict[str, float]()
+        for one in self.found:
+            if one.is_usable:
+                slower = self.corrected(one.scored).seconds / one.scored.seconds
+                learnt[one.candidate.kind] = max(slower, learnt.get(one.candidate.kind, 1.0))
+        slower = 1.0 if item.candidate.kind in learnt else min(learnt.values(), default=1.0)
+        time = {part: slower * seconds for part, seconds in item.cost.time.items()}
+        return replace(item, cost=replace(item.cost, time=time))
 
     def _is_known(self, item: Scored) -> bool:
         """Return whether a plan was tried, or cannot work because another did not."""
