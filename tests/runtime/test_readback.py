@@ -38,7 +38,9 @@ def test_a_number_of_the_host_comes_after_what_was_pushed_before_it():
         readback.push(0.5, ("lr", step))
     arrived = readback.poll()
     assert arrived == [(("loss", 0), 0.0), (("lr", 0), 0.5)]  # what the lag made wait
-    assert readback.drain() == [((name, step), value) for step in (1, 2) for name, value in (("loss", step), ("lr", 0.5))]
+    assert readback.drain() == [
+        ((name, step), value) for step in (1, 2) for name, value in (("loss", step), ("lr", 0.5))
+    ]
 
 
 @pytest.mark.gpu

@@ -117,8 +117,9 @@ def usable_cpus() -> int:
     return max(1, count)
 
 
-def as_current(device: torch.device) -> AbstractContextManager[None]:
+def as_current(device: torch.device | str | None) -> AbstractContextManager[None]:
     """Make a device the current one in a block: random states, events and kernels that name no device belong to that one."""
+    device = torch.device("cpu" if device is None else device)
     return torch.accelerator.device_index(None if device.type in ("cpu", "meta", "mps") else device.index)
 
 
@@ -154,7 +155,7 @@ def _host_memory() -> tuple[int, int]:
 # in its queue and is not idle. On a CPU the number is known at once.
 
 _MAX_LAG = 2
-_Places = list[tuple[Any, Any]]
+_Places = list[tuple[Tensor, torch.cuda.Event]]
 """Pinned numbers of one type, each with the event of its last copy, to use again."""
 
 
@@ -170,7 +171,7 @@ class AsyncReadback:
     def __init__(self, max_lag: int = _MAX_LAG):
         self.max_lag = max_lag
         self._arrived: list[tuple[Any, float]] = []
-        self._pending: deque[tuple[Any, Tensor | float, Any, _Places]] = deque()
+        self._pending: deque[tuple[Any, Tensor | float, torch.cuda.Event | None, _Places]] = deque()
         self._free: dict[tuple[torch.device, torch.dtype], _Places] = {}
 
     def push(self, tensor: Tensor | float, tag: Any = None) -> None:
@@ -223,9 +224,9 @@ class AsyncReadback:
     def _take(self, wait: bool) -> bool:
         """Move the oldest scalar to those that have arrived; without `wait`, only if it is there."""
         tag, place, event, free = self._pending[0]
-        if not wait and isinstance(place, Tensor) and (event is None or not event.query()):
+        if isinstance(place, Tensor) and not wait and (event is None or not event.query()):
             return False
-        if event is not None:
+        if isinstance(place, Tensor) and event is not None:
             event.synchronize()
             free.append((place, event))
         self._pending.popleft()
