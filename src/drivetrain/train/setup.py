@@ -23,6 +23,7 @@ from drivetrain.core.event import Event
 from drivetrain.core.time import Interval
 from drivetrain.core.types import Settings
 from drivetrain.module.accumulation import AccumulationWindow
+from drivetrain.module.compilation import replays_graphs
 from drivetrain.module.full_state import restore_sharded_state_dict
 from drivetrain.module.precision import warn_unscaled_float16
 from drivetrain.module.probing import restore_buffers_after
@@ -160,6 +161,10 @@ def prepare_loop(trainer: "Trainer") -> None:
         run.algorithms_only = Engine(state, plugins=state.algorithms, host=trainer)
     run.is_ddp = isinstance(state.model, nn.parallel.DistributedDataParallel)
     run.microbatch_size = find_microbatch_size(trainer, settings.microbatch_size)
+    is_recorded = torch.device(trainer.device).type == "cuda" and replays_graphs(trainer.model)
+    windows = [unit.window for unit in run.units.values()] if run.units is not None else [run.stepper.window]
+    is_split = run.microbatch_size is not None or any(window.length > 1 for window in windows)
+    arguments.check_graphs(is_recorded, settings, splits=is_split)
     run.loss.listens_before_loss = engine.listens(Event.BEFORE_LOSS)
     joint = run.shared.joint
     graph = loss_graph_of(trainer)
