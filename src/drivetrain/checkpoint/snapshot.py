@@ -297,7 +297,7 @@ def _fresh_generator(packed: StateDict, seed: int) -> object:
     """Return the packed state of a generator of the same kind that starts from `seed`."""
     if tag_of(packed) == "generator":
         try:
-            generator = torch.Generator(device=packed["value"]["device"])
+            generator = torch.Generator(torch.device(packed["value"]["device"]).type)
         except RuntimeError:  # saved on a device that is not here
             generator = torch.Generator()
         return pack(generator.manual_seed(seed))
