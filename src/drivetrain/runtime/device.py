@@ -117,6 +117,14 @@ def usable_cpus() -> int:
     return max(1, count)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory ran out. Libraries run out as well as torch's allocator: cuBLAS, NCCL, that of the CPU."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    phrases = ("out of memory", "_alloc_failed", "defaultcpuallocator: can't allocate")
+    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in phrases)
+
+
 def as_current(device: torch.device | str | None) -> AbstractContextManager[None]:
     """Make a device the current one in a block: random states, events and kernels that name no device belong to that one."""
     device = torch.device("cpu" if device is None else device)

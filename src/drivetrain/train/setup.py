@@ -30,6 +30,7 @@ from drivetrain.module.probing import restore_buffers_after
 from drivetrain.module.stepper import Stepper
 from drivetrain.optim.scheduler import OptimScheduler
 from drivetrain.runtime.collectives import all_gather_values
+from drivetrain.runtime.device import is_out_of_memory
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import preserve_rng_state
@@ -370,7 +371,9 @@ def _fits(trainer: "Trainer", part: object) -> bool:
             output = trainer.calculate_train_batch_loss(part)
             output["loss"].backward()
         return True
-    except torch.OutOfMemoryError:
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         return False
     finally:
         state.batch = state.outputs = state.batch_output = None
