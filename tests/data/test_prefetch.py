@@ -187,3 +187,11 @@ def test_a_loop_inside_a_loop_goes_without_and_a_break_clears_the_bar(open_termi
     assert "outer" in terminal.getvalue() and "inner" not in terminal.getvalue()
     list(inner)
     assert "inner" in terminal.getvalue(), "the bar of the broken loop is gone"
+
+
+@pytest.mark.parametrize(("kind", "pins"), [("cuda", True), ("xpu", True), ("mps", False), (None, False)])
+def test_batches_are_pinned_only_for_devices_that_copy_from_pinned_memory(kind, pins, monkeypatch):
+    accelerator = None if kind is None else torch.device(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: accelerator)
+    loader = SmartDataLoader(TensorDataset(torch.zeros(4, 2)), batch_size=2, pin_memory=True)
+    assert loader._pins(accelerator) is pins

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from drivetrain.core.errors import ConfigError, StateError
+from drivetrain.module import sharding
 from drivetrain.module.average import AveragedWeights
 from drivetrain.module.checkpointing import checkpoint_blocks
 from drivetrain.module.ddp import wrap_ddp
@@ -284,3 +285,13 @@ def test_running_statistics_of_a_sharded_model_are_the_mean_over_ranks_on_all(wo
     first, second = world2(statistics_of_shards, dtype)
     assert all(map(torch.equal, first[:2], second[:2])) and first[2] == second[2] == 3
     assert first[0].abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("backends", "kind"), [("cpu:gloo,cuda:gloo", "cpu"), ("cpu:gloo,cuda:nccl", "cuda"), ("cuda:nccl", "cuda")]
+)
+def test_a_model_that_was_not_moved_yet_is_sharded_over_the_devices_of_the_group(backends, kind, monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 1)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: backends)
+    monkeypatch.setattr(sharding, "init_device_mesh", lambda kind, shape: (kind, shape))
+    assert sharding._default_mesh(nn.Linear(2, 2)) == (kind, (1,))

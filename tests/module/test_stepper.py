@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from drivetrain.core.errors import ResumeError
 from drivetrain.module.accumulation import AccumulationWindow
 from drivetrain.module.finite import NonFinitePolicy
-from drivetrain.module.stepper import Stepper, clip_grad_norm_, merge_windows, unmarked_step
+from drivetrain.module.stepper import Stepper, clip_grad_norm_, grad_norm, merge_windows, unmarked_step
 
 
 def make_model():
@@ -280,3 +280,9 @@ def test_a_step_leaves_its_mark_while_a_profiler_is_on():
     with torch.autograd.profiler.profile() as profile:
         step()
     assert any("SGD.step" in event.name for event in profile.function_events)
+
+
+def test_a_norm_without_gradients_is_where_other_norms_are():
+    parameters = [nn.Parameter(torch.zeros(2))]
+    assert grad_norm(parameters, device="meta").device.type == "meta"  # which stands for an accelerator
+    assert grad_norm(parameters) == 0.0

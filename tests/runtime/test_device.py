@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drivetrain.core.errors import DeviceError
-from drivetrain.runtime.device import choose_device, device_memory, usable_cpus
+from drivetrain.runtime.device import as_current, choose_device, device_memory, is_out_of_memory, usable_cpus
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 
@@ -83,3 +83,26 @@ def test_cuda_device_follows_the_local_rank(monkeypatch):
 def test_cuda_device_number_beyond_the_last_is_refused():
     with pytest.raises(DeviceError, match="this process sees"):
         choose_device("cuda:64")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("the word list ran out of memory verses"), False),
+    ],
+)
+def test_what_means_that_memory_ran_out(error, is_memory):
+    assert is_out_of_memory(error) is is_memory
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", "meta", "mps", None])
+def test_a_device_without_a_number_leaves_the_current_one(device):
+    with as_current(device):
+        pass

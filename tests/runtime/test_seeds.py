@@ -2,7 +2,7 @@ import hashlib
 import io
 import os
 import random
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -231,3 +231,40 @@ def test_random_states_are_on_the_host_whatever_the_default_device():
         state = capture_rng()
         restore_rng(state)
     assert state["python"]["words"].device.type == "cpu"
+
+
+class TwoDevices:
+    """Stands for `torch.cuda` of a machine with two devices, each with its generator."""
+
+    def __init__(self):
+        self.generators, self.current = [torch.Generator().manual_seed(index) for index in range(2)], 0
+
+    def is_initialized(self):
+        return True
+
+    def get_rng_state(self):
+        return self.generators[self.current].get_state()
+
+    def set_rng_state(self, state):
+        self.generators[self.current].set_state(state)
+
+    @contextmanager
+    def device_index(self, index):
+        before, self.current = self.current, self.current if index is None else index
+        yield
+        self.current = before
+
+
+def test_the_random_state_of_a_named_device_is_saved_and_restored(kept_rng, monkeypatch):
+    cuda = TwoDevices()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_index", cuda.device_index)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: cuda)
+    second = torch.device("cuda", 1)
+    state = capture_rng(second)
+    expected = torch.rand(3, generator=cuda.generators[1])
+    restore_rng(state, second)
+    assert torch.equal(torch.rand(3, generator=cuda.generators[1]), expected)
+    assert cuda.generators[0].initial_seed() == 0 and cuda.current == 0
+    restore_rng(state)  # on another machine the run may have another device
+    assert torch.equal(torch.rand(3, generator=cuda.generators[0]), expected)

@@ -9,6 +9,7 @@ from torch.utils.data import TensorDataset
 
 from drivetrain.core.errors import ConfigError, ConflictError, UnsupportedMethodError
 from drivetrain.module.wrapping import is_fully_sharded, is_wrapped, named_clean_parameters
+from drivetrain.strategy.methods.native_dynamo import CudaGraphs
 from drivetrain.strategy.value import Strategy
 from drivetrain.train.accelerator import TrainerRuntime
 from drivetrain.train.planning import apply_strategy
@@ -156,16 +157,16 @@ def test_an_optimizer_with_state_is_not_thrown_away():
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-def test_recorded_kernels_are_refused_where_gradients_accumulate():
-    from drivetrain.train.planning import check_graphs
-    from drivetrain.train.settings import TrainSettings
-
-    settings = TrainSettings(num_epochs=1)
-    check_graphs({"native_dynamo", "cuda_graphs"}, settings, splits=False)
-    for names, given, splits in (
-        ({"cuda_graphs"}, TrainSettings(num_epochs=1, gradient_accumulation_steps=2), False),
-        ({"cuda_graphs"}, TrainSettings(num_epochs=1, microbatch_size=4), False),
-        ({"cuda_graphs"}, settings, True),
-    ):
-        with pytest.raises(UnsupportedMethodError, match="cuda_graphs with gradient accumulation"):
-            check_graphs(names, given, splits=splits)
+@pytest.mark.parametrize("plan", [["cuda_graphs"], [("native_dynamo", {"mode": "max-autotune"})]])
+@pytest.mark.parametrize(
+    ("settings", "more"),
+    [({"gradient_accumulation_steps": 2}, []), ({"microbatch_size": 4}, []), ({}, [("micro_batch", {"size": 4})])],
+)
+def test_recorded_kernels_are_refused_where_gradients_accumulate(plan, settings, more, monkeypatch):
+    monkeypatch.setattr(CudaGraphs, "requires", lambda self, profile, device, world: None)
+    model = make_model()
+    trainer = Trainer(
+        model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), callbacks=(), strategy=plan + more
+    )
+    with pytest.raises(UnsupportedMethodError, match="with gradient accumulation give wrong gradients"):
+        trainer.train(data(), num_epochs=1, **settings)

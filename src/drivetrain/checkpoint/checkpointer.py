@@ -27,7 +27,7 @@ from drivetrain.checkpoint.folder import WRITER_LOCK, check_folder, device_of, l
 from drivetrain.checkpoint.layout import Best, Manifest
 from drivetrain.checkpoint.progress import Progress, Restored, Schedule
 from drivetrain.checkpoint.reader import CheckpointPath, CheckpointReader, Loaded, find_checkpoint_path
-from drivetrain.checkpoint.snapshot import merges_of, reading_from, take_snapshot
+from drivetrain.checkpoint.snapshot import merges_of, place_of, reading_from, take_snapshot
 from drivetrain.checkpoint.store import best_folder, checkpoint_directory, read_file, state_of
 from drivetrain.checkpoint.writer import (
     BackgroundJob,
@@ -418,6 +418,7 @@ class Checkpointer:
             rejected=tuple(loaded.rejected),
             parameters={name: _unpacked(value) for name, value in saved.get("parameters", {}).items()},
             rng=None if loaded.rank is None else loaded.rank.rng,
+            device=place_of(self.ctx),
             report=report,
         )
         restored.apply_rng()

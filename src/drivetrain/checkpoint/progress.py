@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from drivetrain.checkpoint.layout import Manifest
 from drivetrain.checkpoint.reader import Rejected
 from drivetrain.core.errors import ConfigError
@@ -145,6 +147,8 @@ class Restored:
     """Parameters of the run that wrote it, empty outside a run."""
     rng: StateDict | None = field(default=None, repr=False)
     """This rank's random states."""
+    device: torch.device | None = field(default=None, repr=False)
+    """Whose they are, on an accelerator."""
     report: Any = field(default=None, repr=False)
     """The report of the Context's load."""
 
@@ -181,4 +185,4 @@ class Restored:
     def apply_rng(self) -> None:
         """Restore the random generators again, just before the first step that continues the run."""
         if self.rng is not None:
-            restore_rng(self.rng)
+            restore_rng(self.rng, self.device)

@@ -24,6 +24,7 @@ from drivetrain.checkpoint.exchange import RankExchange
 from drivetrain.checkpoint.layout import Manifest, rank_file
 from drivetrain.checkpoint.tree import FlatState, IsLocal, flatten, parse_structure, unflatten
 from drivetrain.checkpoint.writer import Snapshot, WriteFailedError
+from drivetrain.context.context import Context
 from drivetrain.core.errors import CheckpointError, ConfigError, ResumeError, StateError
 from drivetrain.core.types import StateDict
 from drivetrain.runtime.codec import is_packed_generator, pack, unpack
@@ -83,9 +84,14 @@ def take_snapshot(
         snapshot.is_sharded = True
         snapshot.shards, snapshot.shard_metadata = own_parts(_written_here(flat.sharded, exchange))
     if is_context:
-        own = flatten({"rng": capture_rng(), "local": flat.local})
+        own = flatten({"rng": capture_rng(place_of(source)), "local": flat.local})
         snapshot.local_tensors, snapshot.local_metadata = own.tensors, {_KEY: own.to_json().decode()}
     return snapshot
+
+
+def place_of(source: object) -> torch.device | None:
+    """Return the device whose random states belong to a source, None for the current one."""
+    return source.device if isinstance(source, Context) else None
 
 
 def _is_alike(flat: FlatState, exchange: RankExchange) -> bool:
@@ -291,7 +297,7 @@ def _fresh_generator(packed: StateDict, seed: int) -> object:
     """Return the packed state of a generator of the same kind that starts from `seed`."""
     if tag_of(packed) == "generator":
         try:
-            generator = torch.Generator(device=packed["value"]["device"])
+            generator = torch.Generator(torch.device(packed["value"]["device"]).type)
         except RuntimeError:  # saved on a device that is not here
             generator = torch.Generator()
         return pack(generator.manual_seed(seed))

@@ -223,7 +223,7 @@ class Context(ItemHolder):
         if is_distributed() or (run is not None and run.params.get("distributed")):
             self.ddp()
         if random_states is not None:
-            restore_rng(random_states)
+            restore_rng(random_states, self.device)
         return self
 
     def state_dict(self, *, full: bool = False) -> StateDict:

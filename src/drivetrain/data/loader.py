@@ -35,7 +35,7 @@ from drivetrain.data.order import (
     num_sliced_batches,
     sampler_state,
 )
-from drivetrain.data.prefetch import bar_is_wanted, pin, to_device, with_bar
+from drivetrain.data.prefetch import PINNED, bar_is_wanted, pin, to_device, with_bar
 from drivetrain.data.randomness import RngMode
 from drivetrain.data.source import Cursor, local_batch_size
 from drivetrain.data.workers import WorkerPool, WorkerSide, fetch_jobs
@@ -306,7 +306,8 @@ class SmartDataLoader(DataLoader[T_co]):
 
     def _pins(self, device: torch.device | None) -> bool:
         wanted = self.pin_memory or (device is not None and device.type != "cpu")
-        return wanted and torch.accelerator.is_available()
+        accelerator = torch.accelerator.current_accelerator(check_available=True) if wanted else None
+        return accelerator is not None and accelerator.type in PINNED
 
     def _choose_fetch(self, device: torch.device | None) -> tuple[Any, bool]:
         """Return how batches are made, and whether they are then where they should be."""

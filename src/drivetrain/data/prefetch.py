@@ -23,10 +23,13 @@ from drivetrain.core.types import Batch
 from drivetrain.data.order import BatchInfo, Pairs
 from drivetrain.runtime.ranks import is_master
 
+PINNED = ("cuda", "xpu")
+"""Devices that copy from page-locked memory while the host goes on. On MPS torch has no such memory, and a copy must be waited for."""
+
 
 def to_device(pairs: Pairs, device: torch.device, depth: int) -> Pairs:
     """Yield the batches on `device`, with `depth` more of them already on their way."""
-    if device.type == "cpu":
+    if device.type not in PINNED:
         return ((info, move_to_device(device, batch)) for info, batch in pairs)
     module = torch.get_device_module(device)
     if depth == 0 or not all(hasattr(module, name) for name in ("Stream", "Event", "stream", "current_stream")):

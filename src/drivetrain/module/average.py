@@ -72,7 +72,7 @@ class AveragedWeights:
             # One by one, so that only one converted or moved copy exists at a time.
             average.lerp_(local_part(value).to(average), weight)
         for average, value in plan.counters:
-            average.copy_(local_part(value), non_blocking=True)
+            average.copy_(local_part(value))
         self.num_updates += 1
 
     @torch.no_grad()

@@ -71,14 +71,27 @@ def compile_loss(loss_func: Callable[..., object], **torch_compile_kwargs: Any) 
         compiled: Callable[..., object] = loss_func
     else:
         compiled = torch.compile(loss_func, **torch_compile_kwargs)
-    if torch_compile_kwargs.get("mode") != "reduce-overhead":
+    if not replays_graphs(compiled):
         return compiled
-    return lambda *args, **kwargs: _copied(compiled(*args, **kwargs))
+    return lambda *args, **kwargs: copied(compiled(*args, **kwargs))
 
 
-def _copied(loss: object) -> object:
-    """Return a copy of a loss: the next step of a recorded CUDA graph writes its own into the same memory."""
-    return tree_map_only(Tensor, torch.clone, loss)
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
+"""The modes of torch.compile that record CUDA graphs."""
+
+
+def replays_graphs(compiled: object) -> bool:
+    """Return whether a compiled function or model replays recorded CUDA graphs: its next call overwrites what this one returned."""
+    calls = [compiled]
+    if isinstance(compiled, nn.Module):
+        calls += [call for module in compiled.modules() for call in (module, module._compiled_call_impl)]
+    reads = [getattr(getattr(call, "func", call), "get_compiler_config", None) for call in calls]
+    return any((read() or {}).get("triton.cudagraphs") for read in reads if read is not None)
+
+
+def copied(results: Any) -> Any:
+    """Return copies of what a recorded CUDA graph has returned."""
+    return tree_map_only(Tensor, torch.clone, results)
 
 
 LossGraph = Literal["apart", "outputs", "loss"]
@@ -108,12 +121,12 @@ def compile_step(**torch_compile_kwargs: Any) -> StepFunc:
     """
     own = types.FunctionType(_step.__code__.replace(co_name="step"), globals(), "step")  # see `_caller`
     compiled = torch.compile(own, **torch_compile_kwargs)
-    if torch_compile_kwargs.get("mode") != "reduce-overhead":
+    if not replays_graphs(compiled):
         return compiled
 
     def run(*args: object) -> tuple[object, object]:
         loss, outputs = compiled(*args)
-        return _copied(loss), outputs
+        return copied(loss), outputs
 
     return run
 

@@ -86,13 +86,14 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: Group) -> None:
     if not trained:
         return
     world = dist.get_world_size(group)
-    flags = torch.tensor([p.grad is not None for p in trained], dtype=torch.float32, device=trained[0].device)
+    device, has_gradient = trained[0].device, [p.grad is not None for p in trained]
+    flags = torch.tensor(has_gradient, dtype=torch.float32, device="cpu", pin_memory=device.type == "cuda")
+    flags = flags.to(device, non_blocking=True)  # from pinned memory: the host does not wait
     sent = []
     for bucket in _buckets(trained):
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(world)
         sent.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
-    some_missing = any(p.grad is None for p in trained)
     work = dist.all_reduce(flags, group=group, async_op=True)
     for bucket, flat, sending in sent:
         sending.wait()
@@ -102,7 +103,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: Group) -> None:
             else:
                 p.grad.copy_(part.view_as(p))
     work.wait()
-    if some_missing:  # rare, so this read of a few flags is not worth avoiding
+    if not all(has_gradient):  # rare, so this read of a few flags is not worth avoiding
         for p, ranks_with_gradient in zip(trained, flags.tolist()):
             if ranks_with_gradient == 0:
                 p.grad = None

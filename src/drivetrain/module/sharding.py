@@ -154,7 +154,7 @@ def _default_mesh(model: nn.Module) -> DeviceMesh:
             "Pass the part of it to shard over, such as mesh['data']."
         )
     kind = next((p.device.type for p in model.parameters()), "cpu")
-    if kind == "cpu" and dist.get_backend() == "nccl":
+    if kind == "cpu" and "nccl" in dist.get_backend_config():
         kind = "cuda"  # not moved yet; fully_shard moves each shard
     elif kind == "meta":
         accelerator = torch.accelerator.current_accelerator() if dist.get_backend() != "gloo" else None

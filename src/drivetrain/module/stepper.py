@@ -375,6 +375,8 @@ def grad_norm(
     `stages` is the number of pipeline stages, each of which holds other parameters. `device` is where ranks exchange numbers.
     """
     held = [(p.grad, getattr(p, "tied_stages", 1)) for p in parameters if p.grad is not None]
+    if not held and stages == 1 and device is not None:
+        return torch.zeros((), device=device)  # where the norms of other updates are
     if stages == 1 and not any(is_dtensor(grad) for grad, _ in held):
         return torch.nn.utils.get_total_norm([grad for grad, _ in held], norm_type)
     return _norm_over_ranks(held, norm_type, torch.device("cpu" if device is None else device), stages)

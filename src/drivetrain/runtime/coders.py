@@ -197,7 +197,7 @@ GENERATORS: dict[str, Generators] = {
     "generator": Generators(
         lambda value: isinstance(value, torch.Generator),
         lambda value: {"device": str(value.device), "seed": value.initial_seed(), "state": value.get_state()},
-        lambda content: torch.Generator(device=content["device"]),
+        lambda content: torch.Generator(torch.device(content["device"]).type),  # this process may have another device
         _restore_torch,
     ),
     "numpy_generator": Generators(

@@ -7,7 +7,7 @@ of this process's local rank.
 import math
 import os
 from collections import deque
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,20 @@ def usable_cpus() -> int:
     return max(1, count)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory ran out. Libraries run out as well as torch's allocator: cuBLAS, NCCL, that of the CPU."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    phrases = ("out of memory", "_alloc_failed", "defaultcpuallocator: can't allocate")
+    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in phrases)
+
+
+def as_current(device: torch.device | str | None) -> AbstractContextManager[None]:
+    """Make a device the current one in a block: random states, events and kernels that name no device belong to that one."""
+    device = torch.device("cpu" if device is None else device)
+    return torch.accelerator.device_index(None if device.type in ("cpu", "meta", "mps") else device.index)
+
+
 def device_memory(device: str | torch.device | None = "auto") -> tuple[int, int]:
     """Return the free and the total bytes of a device. Free memory includes what torch's cache can release."""
     chosen = choose_device(device)
@@ -149,6 +163,8 @@ def _host_memory() -> tuple[int, int]:
 # in its queue and is not idle. On a CPU the number is known at once.
 
 _MAX_LAG = 2
+_Places = list[tuple[Tensor, torch.cuda.Event]]
+"""Pinned numbers of one type, each with the event of its last copy, to use again."""
 
 
 class AsyncReadback:
@@ -163,26 +179,33 @@ class AsyncReadback:
     def __init__(self, max_lag: int = _MAX_LAG):
         self.max_lag = max_lag
         self._arrived: list[tuple[Any, float]] = []
-        self._pending: deque[tuple[Any, Tensor, Any]] = deque()
-        self._free: list[tuple[Tensor | None, Any]] = []  # pinned places and events to use again
+        self._pending: deque[tuple[Any, Tensor | float, torch.cuda.Event | None, _Places]] = deque()
+        self._free: dict[tuple[torch.device, torch.dtype], _Places] = {}
 
     def push(self, tensor: Tensor | float, tag: Any = None) -> None:
         """Send a scalar to the host. `tag` is returned with it."""
-        if not isinstance(tensor, Tensor) or tensor.device.type == "cpu":
-            self._arrived.append((tag, tensor.item() if isinstance(tensor, Tensor) else float(tensor)))
+        number = tensor if not isinstance(tensor, Tensor) else tensor.item() if tensor.is_cpu else None
+        if number is not None and not self._pending:
+            self._arrived.append((tag, float(number)))
             return
         if len(self._pending) >= self.max_lag:
             self._take(wait=True)
-        if not tensor.is_cuda:
-            self._pending.append((tag, tensor.detach().clone(), None))  # read when it is old, which costs little
+        if number is not None:  # it comes after what was pushed before
+            self._pending.append((tag, float(number), None, []))
             return
+        assert isinstance(tensor, Tensor)
         value = tensor.detach().reshape(1)
-        place, event = self._free.pop() if self._free else (None, torch.cuda.Event())
-        if place is None or place.dtype != value.dtype:
-            place = torch.empty(1, dtype=value.dtype, device="cpu", pin_memory=True)
+        if not value.is_cuda:
+            self._pending.append((tag, value.clone(), None, []))  # read when it is old, which costs little
+            return
+        free = self._free.setdefault((value.device, value.dtype), [])
+        if free:
+            place, event = free.pop()
+        else:
+            place, event = torch.empty(1, dtype=value.dtype, device="cpu", pin_memory=True), torch.cuda.Event()
         place.copy_(value, non_blocking=True)
-        event.record()
-        self._pending.append((tag, place, event))
+        event.record(torch.cuda.current_stream(value.device))
+        self._pending.append((tag, place, event, free))
 
     @property
     def is_idle(self) -> bool:
@@ -208,13 +231,12 @@ class AsyncReadback:
 
     def _take(self, wait: bool) -> bool:
         """Move the oldest scalar to those that have arrived; without `wait`, only if it is there."""
-        tag, place, event = self._pending[0]
-        if not wait and (event is None or not event.query()):
+        tag, place, event, free = self._pending[0]
+        if isinstance(place, Tensor) and not wait and (event is None or not event.query()):
             return False
-        if wait and event is not None:
+        if isinstance(place, Tensor) and event is not None:
             event.synchronize()
+            free.append((place, event))
         self._pending.popleft()
         self._arrived.append((tag, float(place)))
-        if event is not None:
-            self._free.append((place, event))
         return True

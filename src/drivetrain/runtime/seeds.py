@@ -19,6 +19,7 @@ import torch
 from drivetrain.core.arguments import check_choice
 from drivetrain.core.errors import ConfigError, StateError, warn
 from drivetrain.core.types import StateDict
+from drivetrain.runtime.device import as_current
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.ranks import get_rank, is_distributed
 
@@ -96,8 +97,8 @@ def set_random_state(generator: Any, state: StateDict) -> None:
     generator.setstate((state["version"], tuple(state["words"].tolist()), state["gauss"]))
 
 
-def capture_rng() -> StateDict:
-    """Return the state of all shared generators of this process, in plain values and tensors."""
+def capture_rng(device: torch.device | None = None) -> StateDict:
+    """Return the state of all shared generators of this process, in plain values and tensors; that of `device`, else the current one."""
     state: StateDict = {"python": random_state(random), "torch": torch.get_rng_state()}
     if "numpy.random" in sys.modules:  # never imported: never used, and there is nothing to keep
         legacy = sys.modules["numpy.random"].get_state(legacy=False)
@@ -112,7 +113,8 @@ def capture_rng() -> StateDict:
     if accelerator is not None:
         module = torch.get_device_module(accelerator)
         if getattr(module, "is_initialized", lambda: True)():  # asking an idle one for its state would start it
-            state["accelerator"] = {"type": accelerator.type, "state": module.get_rng_state()}
+            with as_current(device):
+                state["accelerator"] = {"type": accelerator.type, "state": module.get_rng_state()}
     return state
 
 
@@ -129,8 +131,8 @@ def same_state(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def restore_rng(state: Mapping[str, Any]) -> None:
-    """Restore the result of `capture_rng`. The part of an accelerator that is absent is skipped."""
+def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) -> None:
+    """Restore the result of `capture_rng`, on `device` or the current one. The part of an accelerator that is absent is skipped."""
     missing = {"python", "torch"} - set(state)
     if missing:
         raise StateError(f"random state: {sorted(missing)} missing in {sorted(state)}. Pass that of capture_rng().")
@@ -152,7 +154,8 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         kind = state["accelerator"]["type"]
         current = torch.accelerator.current_accelerator(check_available=True)
         if current is not None and current.type == kind:
-            torch.get_device_module(kind).set_rng_state(state["accelerator"]["state"].cpu())
+            with as_current(device):
+                torch.get_device_module(kind).set_rng_state(state["accelerator"]["state"].cpu())
 
 
 @contextmanager

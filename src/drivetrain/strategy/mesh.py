@@ -89,7 +89,7 @@ def build_mesh(axes: Axes, rank_order: Sequence[int] | None, device_type: str) -
     def make() -> DeviceMesh:
         if order is None:
             return init_device_mesh(device_type, shape, mesh_dim_names=names)
-        return DeviceMesh(device_type, torch.tensor(order).view(shape), mesh_dim_names=names)
+        return DeviceMesh(device_type, torch.tensor(order, device="cpu").view(shape), mesh_dim_names=names)
 
     mesh = create_once_per_group((axes, order, device_type), make)
     _set_data_ranks(mesh, dict(axes))

@@ -12,7 +12,7 @@ from torch import nn
 
 from drivetrain.module.tensor_trials import random_state_dict
 from drivetrain.runtime.collectives import agree_any, all_gather_values
-from drivetrain.runtime.device import device_memory
+from drivetrain.runtime.device import device_memory, is_out_of_memory
 from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.runtime.seeds import preserve_rng_state
 from drivetrain.strategy.profile.few_blocks import cut_model, find_cuttable
@@ -55,7 +55,9 @@ def compare_plan(plan: Strategy, task: TrainingTask, model: nn.Module, device: t
     expected = None
     try:
         expected = compute_reference_results(model.to(device), task, device, share.samples)
-    except torch.OutOfMemoryError:
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         model.zero_grad()
     if agree_any(expected is None):
         raise PlainDoesNotFit

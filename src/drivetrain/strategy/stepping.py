@@ -17,6 +17,7 @@ from drivetrain.core.errors import BatchSizeError, ConfigError
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.order import BatchInfo, share_of
 from drivetrain.module.accumulation import AccumulationWindow, Count, copy_gradients
+from drivetrain.module.compilation import replays_graphs
 from drivetrain.module.gradient_sync import set_synchronisation
 from drivetrain.module.loss_items import without_empty
 from drivetrain.module.pipeline_schedule import PipelinedModel, PipelineOutput
@@ -65,7 +66,7 @@ class Stepping:
         self._is_stepped = False  # whether `step` was called for the current micro-batch
         self._is_followed = False  # whether a loader says when windows open
         # Recorded kernels write every gradient into the same memory: what is to be added to must be kept elsewhere.
-        self._is_recorded = any(method.records_kernels for _, method, _ in ctx.plan.steps)
+        self._is_recorded = replays_graphs(ctx.model)
         self.pipeline = ctx.model if isinstance(ctx.model, PipelinedModel) else None
         if self.pipeline is not None:
             replicas = ctx.plan.site.axis("tensor") * ctx.plan.site.axis("sequence")

@@ -17,7 +17,14 @@ from drivetrain.context.context import Context
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_callable, check_flag, check_number, naming
 from drivetrain.core.binding import check_plugin
-from drivetrain.core.errors import BatchOutputError, ConfigError, ConfigTypeError, did_you_mean, warn
+from drivetrain.core.errors import (
+    BatchOutputError,
+    ConfigError,
+    ConfigTypeError,
+    UnsupportedMethodError,
+    did_you_mean,
+    warn,
+)
 from drivetrain.core.event import Event
 from drivetrain.core.lazy import Slot
 from drivetrain.core.time import TimeUnit
@@ -387,6 +394,16 @@ def check_loss(loss: Tensor, trainer: "EvaluationLoop") -> None:
         raise BatchOutputError(
             f"the loss (shape {tuple(loss.shape)}) has no gradient: it does not depend on a trainable parameter. Are all parameters "
             "frozen, was it detached, or computed under no_grad?"
+        )
+
+
+def check_graphs(records: bool, settings: TrainSettings, *, splits: bool) -> None:
+    """Raise for CUDA graphs with accumulation: the next replay would overwrite gradients that are still needed."""
+    if records and (settings.gradient_accumulation_steps > 1 or settings.microbatch_size is not None or splits):
+        raise UnsupportedMethodError(
+            "CUDA graphs (cuda_graphs, or mode='reduce-overhead' or 'max-autotune' of the compiler) with gradient accumulation give wrong "
+            "gradients in the Trainer: a recorded backward pass overwrites the gradients of the previous one. Remove them, or the "
+            "accumulation and micro-batches; mode='max-autotune-no-cudagraphs' records nothing."
         )
 
 

@@ -150,7 +150,7 @@ class WindowRepeat:
         total, count = torch.stack([loss * size for loss, size in zip(losses, sizes)]).sum(), sum(sizes)
         if num_data_ranks() > 1:
             sums = [start_sum_over_ranks(value, stepper.device) for value in (total, count)]
-            total, count = total.new_tensor(sums[0]()), sums[1]()
+            total, count = torch.as_tensor(sums[0](), dtype=total.dtype, device=total.device), sums[1]()
         return total if stepper.window.is_sum or not count else total / count
 
     @contextmanager

@@ -18,6 +18,7 @@ from drivetrain.core.errors import BatchOutputError, ConfigError, warn
 from drivetrain.core.event import Event
 from drivetrain.core.time import Clock, TimeUnit
 from drivetrain.module.accumulation import Count
+from drivetrain.module.compilation import copied, replays_graphs
 from drivetrain.module.loss_items import without_empty
 from drivetrain.runtime.ranks import is_distributed
 from drivetrain.runtime.seeds import preserve_rng_state
@@ -317,7 +318,7 @@ def run_prediction(
 ) -> Any:
     """Run the prediction loop and concatenate its outputs or generated sequences."""
     state, fire, parts = trainer.state, trainer.run.fire, []
-    move = loaders.mover(trainer.device, loader)
+    move, is_overwritten = loaders.mover(trainer.device, loader), replays_graphs(trainer.model)
     with (
         preserve_rng_state() if trainer.run.is_running else nullcontext(),  # a callback predicts without a trace
         with_attributes(state, "batch", "batch_output", "outputs"),
@@ -345,7 +346,7 @@ def run_prediction(
                 state.batch_output = output
                 rows = join_outputs([_with_rows(output["model_outputs"], trainer.device)])
                 rows = _in_dataset_order(trainer.runtime, loader, rows)
-                parts.append(move_to_device("cpu", rows) if to_cpu else rows)
+                parts.append(move_to_device("cpu", rows) if to_cpu else copied(rows) if is_overwritten else rows)
                 fire.predict_batch_end()
         fire.predict_end()
     if not parts:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from drivetrain.context.state import State
 from drivetrain.core.errors import StopTrainingError, TrainingStopped
 from drivetrain.core.types import Settings
+from drivetrain.module.compilation import copied
 from drivetrain.optim.positions import compile_state_schedule, follows_state
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.train import loaders
@@ -392,6 +393,8 @@ class TrainerHooks:
             loss = step.own_loss(outputs, state.batch)
         else:
             loss = carried_loss(outputs)
+        if step.copies:
+            loss = copied(loss)
         return loss if type(loss) is Tensor else self._one_loss(loss)
 
     def _one_loss(self, loss: Any) -> Tensor:
@@ -402,4 +405,4 @@ class TrainerHooks:
 
     def _form_of(self, batch: object) -> BatchForm:
         """Return how batches of this type are passed to the model."""
-        return self.run.loss.form_of(batch, self.model, self.loss_func is not None)
+        return self.run.loss.form_of(batch, self.model, self.loss_func)

@@ -179,7 +179,7 @@ def _probe(trainer: "TrainerHooks", batch: object) -> LossItems:
     rows = batch_size_of(None, batch)
     part = slice_rows(batch, 0, min(2, rows), rows)
     model, loss_func = unwrap(trainer.model), trainer.loss_func
-    form = trainer.run.loss.form_of(batch, trainer.model, loss_func is not None)
+    form = trainer.run.loss.form_of(batch, trainer.model, loss_func)
     args, kwargs = form.arguments(part)
 
     def loss() -> object:

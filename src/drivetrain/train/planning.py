@@ -27,7 +27,7 @@ from drivetrain.core.errors import (
 )
 from drivetrain.core.event import Event
 from drivetrain.core.types import Settings
-from drivetrain.module.compilation import LossGraph
+from drivetrain.module.compilation import GRAPH_MODES, LossGraph
 from drivetrain.module.precision import PRECISIONS, Precision, parse_precision
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import data_group, data_rank, get_num_processes, is_master, num_data_ranks
@@ -45,6 +45,7 @@ from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.process import reject_inside_trial
 from drivetrain.strategy.value import Strategy, fingerprint
 from drivetrain.train import loaders
+from drivetrain.train.arguments import check_graphs
 from drivetrain.train.auto import read_samples
 from drivetrain.train.batches import BatchForm, CallByForm, LossByForm, WholeForm
 from drivetrain.train.closures import requires_closure
@@ -261,7 +262,9 @@ def _check(request: PlanRequest, resolved: ResolvedPlan) -> None:
             f"train(microbatch_size={request.settings.microbatch_size!r}) and the plan's micro_batch both split the batch. Give one of "
             "them."
         )
-    check_graphs(names, request.settings, splits=micro is not None)
+    compiler = resolved.config("native_dynamo")
+    records = "cuda_graphs" in names or (compiler is not None and compiler.mode in GRAPH_MODES)
+    check_graphs(records, request.settings, splits=micro is not None)
     if resolved.site.axis("pipe") > 1:
         raise UnsupportedMethodError(
             "a pipeline runs forward, loss and backward as one schedule, so the Trainer cannot run its events and hooks between them. "
@@ -269,16 +272,6 @@ def _check(request: PlanRequest, resolved: ResolvedPlan) -> None:
         )
     if resolved.site.axis("tensor") > 1 or resolved.site.axis("sequence") > 1:
         _check_shared_samples(request, resolved)
-
-
-def check_graphs(names: set[str], settings: TrainSettings, splits: bool) -> None:
-    """Raise for CUDA graphs with accumulation: the next replay would overwrite gradients that are still needed."""
-    accumulates = settings.gradient_accumulation_steps > 1 or settings.microbatch_size is not None or splits
-    if "cuda_graphs" in names and accumulates:
-        raise UnsupportedMethodError(
-            "cuda_graphs with gradient accumulation gives wrong gradients in the Trainer: a recorded backward pass overwrites the "
-            "gradients of the previous one. Remove cuda_graphs, or the accumulation and micro-batches."
-        )
 
 
 def _check_shared_samples(request: PlanRequest, resolved: ResolvedPlan) -> None:

@@ -25,7 +25,7 @@ from drivetrain.core.event import Event
 from drivetrain.core.time import Clock, Interval
 from drivetrain.core.types import Settings, StateDict
 from drivetrain.data.loader import SmartDataLoader
-from drivetrain.module.compilation import JointStep
+from drivetrain.module.compilation import JointStep, replays_graphs
 from drivetrain.module.loss_items import LossWatch
 from drivetrain.module.stepper import Stepper
 from drivetrain.module.wrapping import unwrap
@@ -100,15 +100,17 @@ class LossStep:
     keeps_outputs: bool = True  # whether it returns outputs
     own_loss: Callable[..., Tensor] | None = None  # the model's `loss(outputs, batch)`, where it has one
     watch: LossWatch | None = None  # follows the loss function of a compiled model's first batch
+    copies: bool = False  # whether losses are copied, because the model's next call would overwrite them
 
-    def form_of(self, batch: object, model: object, has_loss_func: bool) -> BatchForm:
+    def form_of(self, batch: object, model: object, loss_func: object) -> BatchForm:
         """Return how batches of this type are passed to the model; decided when the type changes."""
         if type(batch) is self.form_type and self.form is not None:
             return self.form
-        form = self.form = self.find_form(batch, model, has_loss_func)
+        form = self.form = self.find_form(batch, model, loss_func is not None)
         self.form_type = type(batch)
         own = getattr(unwrap(model), "loss", None) if isinstance(model, nn.Module) else None
         self.own_loss = own if isinstance(form, WholeForm) else None
+        self.copies = replays_graphs(model) or replays_graphs(loss_func)
         if self.joint is not None:
             form = self.form = JointForm(form, self.joint, self.keeps_outputs)
         return form

@@ -23,12 +23,14 @@ from drivetrain.core.event import Event
 from drivetrain.core.time import Interval
 from drivetrain.core.types import Settings
 from drivetrain.module.accumulation import AccumulationWindow
+from drivetrain.module.compilation import replays_graphs
 from drivetrain.module.full_state import restore_sharded_state_dict
 from drivetrain.module.precision import warn_unscaled_float16
 from drivetrain.module.probing import restore_buffers_after
 from drivetrain.module.stepper import Stepper
 from drivetrain.optim.scheduler import OptimScheduler
 from drivetrain.runtime.collectives import all_gather_values
+from drivetrain.runtime.device import is_out_of_memory
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import preserve_rng_state
@@ -160,6 +162,10 @@ def prepare_loop(trainer: "Trainer") -> None:
         run.algorithms_only = Engine(state, plugins=state.algorithms, host=trainer)
     run.is_ddp = isinstance(state.model, nn.parallel.DistributedDataParallel)
     run.microbatch_size = find_microbatch_size(trainer, settings.microbatch_size)
+    is_recorded = torch.device(trainer.device).type == "cuda" and replays_graphs(trainer.model)
+    windows = [unit.window for unit in run.units.values()] if run.units is not None else [run.stepper.window]
+    is_split = run.microbatch_size is not None or any(window.length > 1 for window in windows)
+    arguments.check_graphs(is_recorded, settings, splits=is_split)
     run.loss.listens_before_loss = engine.listens(Event.BEFORE_LOSS)
     joint = run.shared.joint
     graph = loss_graph_of(trainer)
@@ -365,7 +371,9 @@ def _fits(trainer: "Trainer", part: object) -> bool:
             output = trainer.calculate_train_batch_loss(part)
             output["loss"].backward()
         return True
-    except torch.OutOfMemoryError:
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         return False
     finally:
         state.batch = state.outputs = state.batch_output = None

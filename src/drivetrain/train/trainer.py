@@ -27,6 +27,7 @@ from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.workers import ending_workers
 from drivetrain.module.finite import NonFinitePolicy
 from drivetrain.module.precision import Precision
+from drivetrain.runtime.device import as_current
 from drivetrain.runtime.seeds import set_deterministic, set_seed
 from drivetrain.runtime.signals import StopSignals
 from drivetrain.train import arguments, checkpoints, loaders, resuming, setup
@@ -318,7 +319,7 @@ class Trainer(TrainerLoop):
         if reset_run_history and not is_resumed:
             self.run_history.reset()
         self.run_history._follow(self.state.clock, starts_over=not is_resumed)
-        with warnings_as_errors(self.strict), ExitStack() as until_end:
+        with warnings_as_errors(self.strict), as_current(self.device), ExitStack() as until_end:
             setup.prepare_run(self, train_dataloader_kwargs, eval_dataloader_kwargs, until_end)
             watch = watched_ranks(run, self.state.clock, self.device, self.update_plugins)
             with StopSignals() as run.agreement.signals, watch:
@@ -369,7 +370,7 @@ class Trainer(TrainerLoop):
         history._follow(self.state.clock)
         if reset_run_history and not in_run:
             history.reset()
-        with outside_run(self), with_attributes(self.run, generate=chosen):
+        with outside_run(self), as_current(self.device), with_attributes(self.run, generate=chosen):
             self.eval_dataset = dataset
             self.collate_fn = collate_fn if collate_fn is not None else self.collate_fn
             setup.prepare_evaluation(self, per_device_batch_size, dataloader_kwargs, limit_batches)
@@ -429,7 +430,7 @@ class Trainer(TrainerLoop):
         self.model = loaders.move_model(self.runtime, self.model)
         loader = loaders.prepare(self.device, dataset, limit_batches)
         reporting = nullcontext() if self.run.is_running else self._reporting_errors()
-        with reporting, with_attributes(self.run, generate=chosen):
+        with reporting, as_current(self.device), with_attributes(self.run, generate=chosen):
             return run_prediction(self, loader, to_cpu, padding_value, generates=chosen is not None)
 
     def lr_find(

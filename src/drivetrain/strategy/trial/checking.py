@@ -24,6 +24,7 @@ from drivetrain.module.distributed_tensors import whole_tensor
 from drivetrain.module.probing import attributes_set, restore_buffers_after
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.collectives import all_gather_values
+from drivetrain.runtime.device import is_out_of_memory
 from drivetrain.runtime.ranks import data_rank
 from drivetrain.runtime.seeds import capture_rng, restore_rng, same_state, set_seed
 from drivetrain.strategy.apply import Application
@@ -140,9 +141,9 @@ def compute_reference_results(
     try:
         with comparing(model):
             return _yardstick(model, task, device, samples, steady=steady)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # whatever a model raises in evaluation mode, it may work in training mode
+    except Exception as error:  # whatever else a model raises in evaluation mode, it may work in training mode
+        if is_out_of_memory(error):
+            raise
         model.zero_grad()
         with comparing(model, quiet=True):
             return replace(_yardstick(model, task, device, samples, steady=False), is_quiet=True)

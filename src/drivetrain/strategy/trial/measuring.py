@@ -8,7 +8,6 @@ import gc
 import math
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,6 +20,7 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import Batch
 from drivetrain.module.distributed_tensors import whole_tensor
 from drivetrain.runtime.collectives import agree_any, distributed_barrier
+from drivetrain.runtime.device import as_current, is_out_of_memory
 from drivetrain.strategy.apply import Application
 from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.method import Method
@@ -74,17 +74,15 @@ def failure_of(error: BaseException) -> tuple[OutcomeKind, str]:
     """Return the outcome and the message for an exception."""
     if isinstance(error, TrialFailed):
         return error.kind, str(error)
-    # Libraries other than torch's device allocator run out too: cuBLAS, NCCL, the allocator of the CPU.
-    phrases = ("out of memory", "defaultcpuallocator: can't allocate")
-    says_so = isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in phrases)
-    if says_so or isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if is_out_of_memory(error):
         return "oom", next(iter(str(error).splitlines()), "") or type(error).__name__
     return "error", str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
 
 
 def measure(order: Order, task: TrainingTask, device: torch.device, tell: Tell, *, may_reset: bool) -> None:
     """Try a plan in this process. `may_reset` allows the trial to clear the compiler's in-memory caches."""
-    _TimedTrial(order, task, device, tell, may_reset, MemoryMeter(device)).run()
+    with as_current(device):
+        _TimedTrial(order, task, device, tell, may_reset, MemoryMeter(device)).run()
 
 
 @dataclass
@@ -142,10 +140,13 @@ class _TimedTrial:
         """Return the plain model's numbers, or None where it does not fit on some rank; and a model to go on with."""
         found = None
         home = next((parameter.device for parameter in model.parameters()), self.device)
-        with suppress(torch.OutOfMemoryError):
+        try:
             found = compute_reference_results(
                 model.to(self.device), self.task, self.device, samples, steady=self.is_compiled
             )
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
         if agree_any(found is None):
             del model
             release_unused_memory(self.device)
@@ -237,7 +238,7 @@ class _TimedTrial:
         """Read each step's time one step later, so that the host runs ahead of the device as it does in training."""
         steps = self.order.steps
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-        losses = torch.empty(steps, pin_memory=True)
+        losses = torch.empty(steps, device="cpu", pin_memory=True)
         torch.cuda.synchronize(self.device)
         marks[0].record()
 
