@@ -1,10 +1,9 @@
 """Scale a run and its schedules by one ratio, under the name Composer once had for it."""
 
-import warnings
-
 from drivetrain.context.state import State
 from drivetrain.core import Algorithm, DrivetrainDeprecationWarning, Event, Logger
 from drivetrain.core.arguments import check_number
+from drivetrain.core.errors import warn
 
 
 class ScaleSchedule(Algorithm):
@@ -20,8 +19,6 @@ class ScaleSchedule(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         state.scale_schedule_ratio = self.ratio  # type: ignore[attr-defined]  # not a field of every state
-        warnings.warn(
-            "ScaleSchedule is deprecated: use Trainer(scale_schedule_ratio=...) instead.",
-            DrivetrainDeprecationWarning,
-            stacklevel=2,
+        warn(
+            "ScaleSchedule is deprecated: use Trainer(scale_schedule_ratio=...) instead.", DrivetrainDeprecationWarning
         )

@@ -1,6 +1,5 @@
 """Composer's Trainer: our Trainer, made with Composer's arguments."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
@@ -11,8 +10,9 @@ from torch import nn
 
 from drivetrain.compat.composer_types import ComposerModel, DataSpec, Evaluator, ensure_evaluator, ensure_tuple
 from drivetrain.context.state import State
-from drivetrain.core import Callback, ConfigError, DrivetrainWarning, Event, Time, Timestamp
+from drivetrain.core import Callback, ConfigError, Event, Time, Timestamp
 from drivetrain.core.binding import method_for
+from drivetrain.core.errors import warn
 from drivetrain.optim.optimizers import DecoupledSGDW
 from drivetrain.optim.positions import compile_state_schedule
 from drivetrain.train.callbacks import get_default_callbacks
@@ -89,10 +89,8 @@ class Trainer(NativeTrainer):
                 "def schedule(state, ssr=1.0) that returns the product."
             )
         if optimizers is None:
-            warnings.warn(
-                "Trainer(optimizers=None): DecoupledSGDW with a learning rate of 0.1 is used, as Composer does. Give an optimizer.",
-                DrivetrainWarning,
-                stacklevel=2,
+            warn(
+                "Trainer(optimizers=None): DecoupledSGDW with a learning rate of 0.1 is used, as Composer does. Give an optimizer."
             )
             optimizers = DecoupledSGDW(model.parameters(), lr=0.1)
         bar, loggers = get_default_callbacks(progress_bar=progress_bar), ensure_tuple(loggers)

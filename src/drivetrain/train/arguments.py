@@ -127,7 +127,7 @@ def check_model(model: object, loss_func: object, *, trains: bool = False) -> No
                 "calculate_train_batch_loss of a Trainer subclass."
             )
         message += "The model's forward and the Trainer's loss_func are used."
-        warn(message, stacklevel=4)
+        warn(message)
 
 
 def check_loss_func(loss_func: object, optimizer: object = None) -> None:
@@ -271,7 +271,7 @@ def check_optimizer(state: State, strict: bool) -> None:
         message = f"{len(missing)} trainable parameters are not in the optimizer and will not change: {shown}"
         if strict:
             raise ConfigError(message + ". Add them, or set requires_grad=False.")
-        warn(message, stacklevel=4)
+        warn(message)
 
 
 def check_scheduler(given: object, optimizer: object, units: object) -> None:

@@ -306,8 +306,7 @@ def check_eval_loader(loader: object) -> None:
         raise ValueError("the evaluation loader has no batches on this process. Use a smaller batch size.")
     warn(
         f"the evaluation loader ({type(loader).__name__}) was built by the user and is not split over the "
-        f"{num_data_ranks()} data ranks: each evaluates all of it.",
-        stacklevel=3,
+        f"{num_data_ranks()} data ranks: each evaluates all of it."
     )
 
 
