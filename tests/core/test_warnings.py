@@ -99,8 +99,11 @@ def test_a_warning_in_a_thread_of_the_package_shows_where_it_was_raised():
 
     from drivetrain.core.errors import warn
 
-    with pytest.warns(DrivetrainWarning, match="nobody's line") as seen:
+    def run_in_a_thread():
         thread = threading.Thread(target=warn, args=("nobody's line",))
         thread.start()
         thread.join()
+
+    with pytest.warns(DrivetrainWarning, match="nobody's line") as seen:
+        run_in_a_thread()
     assert seen[0].filename == threading.__file__

@@ -18,7 +18,7 @@ class ScaleSchedule(Algorithm):
         self.ratio = check_number("ratio", ratio, above=0, owner="ScaleSchedule", hint=hint)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        state.scale_schedule_ratio = self.ratio  # type: ignore[attr-defined]  # not a field of every state
+        state.scale_schedule_ratio = self.ratio  # not a field of every state
         warn(
             "ScaleSchedule is deprecated: use Trainer(scale_schedule_ratio=...) instead.", DrivetrainDeprecationWarning
         )

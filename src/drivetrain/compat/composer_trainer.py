@@ -1,6 +1,6 @@
 """Composer's Trainer: our Trainer, made with Composer's arguments."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from drivetrain.core.binding import method_for
 from drivetrain.core.errors import warn
 from drivetrain.optim.optimizers import DecoupledSGDW
 from drivetrain.optim.positions import compile_state_schedule
+from drivetrain.train.batches import BatchOutput
 from drivetrain.train.callbacks import get_default_callbacks
 from drivetrain.train.tracking import MetricSet
 from drivetrain.train.trainer import Trainer as NativeTrainer
@@ -129,7 +130,7 @@ class Trainer(NativeTrainer):
         given = self._options.eval_dataset if eval_dataloader is None else _evaluation(eval_dataloader)
         return self.evaluate(given, **kwargs)
 
-    def get_metric_inputs(self, batch: object, batch_output: Mapping[str, object]) -> tuple[object, object]:
+    def get_metric_inputs(self, batch: object, batch_output: BatchOutput) -> tuple[object, object]:
         """Give the metrics of a ComposerModel the outputs and the whole batch."""
         model = self._accelerator.unwrap_model(self.model)
         if not isinstance(model, ComposerModel):

@@ -102,11 +102,11 @@ class Application:
     @property
     def model(self) -> nn.Module:
         """The Context's model."""
-        return self.context.model  # type: ignore[attr-defined]
+        return self.context.model
 
     @model.setter
     def model(self, model: nn.Module) -> None:
-        self.context.model = model  # type: ignore[attr-defined]
+        self.context.model = model
 
     @property
     def optimizer(self) -> "Optimizer | None":
@@ -120,7 +120,7 @@ class Application:
         if isinstance(self.context, State):
             self.context.optimizers = () if optimizer is None else (optimizer,)
         else:
-            self.context.optimizer = optimizer  # type: ignore[attr-defined]
+            self.context.optimizer = optimizer
 
     @property
     def loss_func(self) -> LossFunc | None:
