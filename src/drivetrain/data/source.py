@@ -48,10 +48,8 @@ def check_arguments(dataset: object, own: Settings, given: Settings) -> None:
         if name not in TORCH_NAMES:
             raise ParameterError(unknown_name("argument", name, TORCH_NAMES + OWN_NAMES, where="SmartDataLoader"))
     if own["shuffle"] not in (True, False, None) or type(own["shuffle"]) is int:
-        raise ParameterError(
-            f"shuffle={own['shuffle']!r}: expected True or False. The second argument is shuffle; the batch size is a keyword: "
-            f"batch_size={own['shuffle']!r}."
-        )
+        size = f" The batch size is a keyword: batch_size={own['shuffle']!r}." if type(own["shuffle"]) is int else ""
+        raise ParameterError(f"shuffle={own['shuffle']!r}: expected True or False.{size}")
     words = {"rng": get_args(RngMode), "iterable": get_args(IterableMode), "resident": ("auto", True, False)}
     for name, choices in words.items():
         if own[name] not in choices or type(own[name]) is int:

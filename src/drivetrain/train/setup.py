@@ -41,6 +41,7 @@ from drivetrain.train.items import LossCounting
 from drivetrain.train.joint_step import loss_graph_of
 from drivetrain.train.logbook import StepLosses
 from drivetrain.train.run import Run
+from drivetrain.train.signatures import check_hooks
 
 if TYPE_CHECKING:
     from drivetrain.train.trainer import Trainer
@@ -55,6 +56,7 @@ def prepare_run(
     arguments.check_model(state.model, state.loss_fn, trains=True)
     arguments.check_loss_func(state.loss_fn, trainer.optimizer)
     arguments.check_optimizer(state, strict=trainer.strict)
+    check_hooks(trainer)
     check_generates(trainer, run.generate)
     prepare_folder_for(settings, run.shared.own_folders, until_end)
     if isinstance(state.model, nn.Module):
