@@ -33,9 +33,11 @@ def test_mypy_sees_the_public_classes_and_functions():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout
     revealed = [line.split('"')[1] for line in done.stdout.splitlines() if "Revealed type" in line]
-    trainer, same, auto, mixup, smooth, experiment, error = revealed
+    trainer, same, auto, mixup, smooth, experiment, error, train, decorator = revealed
     assert trainer == same == "drivetrain.train.trainer.Trainer"
     assert "fallback=drivetrain.train.auto.AutoAccelerateResult]" in auto and smooth.endswith("-> torch._tensor.Tensor")
     assert mixup == "drivetrain.algorithms.mixup.MixUp"
     assert experiment.endswith("-> drivetrain.experiment.experiments.Experiment")
     assert error == "drivetrain.core.errors.DrivetrainError"
+    assert train == "drivetrain.experiment.experiments.Experiment"
+    assert decorator.endswith("-> drivetrain.experiment.experiments.Experiment")

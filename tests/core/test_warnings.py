@@ -72,3 +72,38 @@ def test_every_error_survives_the_way_between_processes():
     assert str(missing).count("needs the package") == 1 and missing.package == "wandb"
     failed = pickle.loads(pickle.dumps(WorkerFailed("it failed", rank=3, exit_code=-9, traceback="line 1")))
     assert (str(failed), failed.rank, failed.exit_code, failed.traceback) == ("it failed", 3, -9, "line 1")
+
+
+SCRIPT = """
+import torch
+from drivetrain import Trainer
+from torch import nn
+
+model, idle = nn.Linear(4, 2), nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.long))
+trainer = Trainer(nn.Sequential(model, nn.Linear(2, 2)), nn.CrossEntropyLoss(), optimizer, callbacks=())
+trainer.train(data, num_epochs=1)  # here
+"""
+
+
+def test_a_warning_shows_the_users_line_and_not_one_of_the_package():
+    with pytest.warns(DrivetrainWarning, match="not in the optimizer") as seen:
+        exec(compile(SCRIPT, "script.py", "exec"), {"__name__": "__main__"})
+    (warning,) = seen
+    assert (warning.filename, SCRIPT.splitlines()[warning.lineno - 1][-6:]) == ("script.py", "# here")
+
+
+def test_a_warning_in_a_thread_of_the_package_shows_where_it_was_raised():
+    import threading
+
+    from drivetrain.core.errors import warn
+
+    def run_in_a_thread():
+        thread = threading.Thread(target=warn, args=("nobody's line",))
+        thread.start()
+        thread.join()
+
+    with pytest.warns(DrivetrainWarning, match="nobody's line") as seen:
+        run_in_a_thread()
+    assert seen[0].filename == threading.__file__

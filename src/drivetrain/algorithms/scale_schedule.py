@@ -1,10 +1,9 @@
 """Scale a run and its schedules by one ratio, under the name Composer once had for it."""
 
-import warnings
-
 from drivetrain.context.state import State
 from drivetrain.core import Algorithm, DrivetrainDeprecationWarning, Event, Logger
 from drivetrain.core.arguments import check_number
+from drivetrain.core.errors import warn
 
 
 class ScaleSchedule(Algorithm):
@@ -19,9 +18,7 @@ class ScaleSchedule(Algorithm):
         self.ratio = check_number("ratio", ratio, above=0, owner="ScaleSchedule", hint=hint)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        state.scale_schedule_ratio = self.ratio  # type: ignore[attr-defined]  # not a field of every state
-        warnings.warn(
-            "ScaleSchedule is deprecated: use Trainer(scale_schedule_ratio=...) instead.",
-            DrivetrainDeprecationWarning,
-            stacklevel=2,
+        state.scale_schedule_ratio = self.ratio  # not a field of every state
+        warn(
+            "ScaleSchedule is deprecated: use Trainer(scale_schedule_ratio=...) instead.", DrivetrainDeprecationWarning
         )

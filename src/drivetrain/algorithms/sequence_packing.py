@@ -4,7 +4,6 @@ The arithmetic is `drivetrain.data.packing`'s. Here the training data is packed 
 gets the mask that keeps documents apart, and the loss is weighted by the targets that count.
 """
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from drivetrain.context.batch import batch_get
 from drivetrain.context.state import State
 from drivetrain.core import Algorithm, ConfigError, ConfigTypeError, Event, Logger
 from drivetrain.core.arguments import check_choice, check_counts
-from drivetrain.core.errors import NotIntendedUseWarning
+from drivetrain.core.errors import NotIntendedUseWarning, warn
 from drivetrain.core.types import Batch, Settings
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.packing import STRATEGIES, PackedDataset, PackedStream, PackingStrategy, num_targets
@@ -141,11 +140,10 @@ class SequencePacking(Algorithm):
         if accepted is not None and "position_ids" not in accepted:
             del batch["position_ids"]
             if not self._has_warned:
-                warnings.warn(
+                warn(
                     f"SequencePacking: {type(state.model).__name__}.forward takes no position_ids, so positions do not restart with each "
                     "document.",
                     NotIntendedUseWarning,
-                    stacklevel=2,
                 )
                 self._has_warned = True
         return batch

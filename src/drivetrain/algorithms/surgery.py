@@ -4,7 +4,6 @@ The model is changed at INIT, before it is moved, loaded or wrapped. Layers take
 an optimizer's state for them stays; a second application changes nothing.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 
 from drivetrain.context.state import State
 from drivetrain.core import Algorithm, ConfigError, ConfigTypeError, Event, Logger
-from drivetrain.core.errors import NoEffectWarning, unknown_name
+from drivetrain.core.errors import NoEffectWarning, unknown_name, warn
 from drivetrain.module.precision import Precision, parse_precision
 from drivetrain.module.surgery import count_module_instances, replace_module_classes
 from drivetrain.module.wrapping import wrapping_of
@@ -80,7 +79,7 @@ def rebind_units(state: State) -> None:
 
 def warn_no_effect(message: str) -> None:
     """Warn that an algorithm changed nothing."""
-    warnings.warn(message, NoEffectWarning, stacklevel=3)
+    warn(message, NoEffectWarning)
 
 
 def check_unwrapped(model: nn.Module, who: str) -> None:

@@ -4,15 +4,15 @@
 after all surgery, so that what is compiled is what will run.
 """
 
-import warnings
 from typing import Literal
 
 import torch
 
 from drivetrain.algorithms.surgery import model_of
 from drivetrain.context.state import State
-from drivetrain.core import Algorithm, ConfigError, DrivetrainWarning, Event, Logger
+from drivetrain.core import Algorithm, ConfigError, Event, Logger
 from drivetrain.core.arguments import check_choice
+from drivetrain.core.errors import warn
 from drivetrain.core.types import Settings
 from drivetrain.module.compilation import Scope, compile_module, set_recompile_limit
 from drivetrain.module.wrapping import wrapping_of
@@ -56,11 +56,9 @@ class TorchCompile(Algorithm):
         counts = [getattr(algorithm, "count_shapes", None) for algorithm in state.algorithms]
         sizes = sum(count() for count in counts if callable(count))
         if sizes > 8 and not self.dynamic:
-            warnings.warn(
+            warn(
                 f"TorchCompile: other algorithms will call the model with about {sizes} input sizes, and each is compiled. Use larger "
-                "steps between sizes, or dynamic=True.",
-                DrivetrainWarning,
-                stacklevel=2,
+                "steps between sizes, or dynamic=True."
             )
         settings: Settings = {"dynamic": self.dynamic, "fullgraph": self.fullgraph, "backend": self.backend}
         if self.mode != "default":

@@ -1,14 +1,12 @@
 """Weight standardization (Qiao et al., 2019, arXiv 1903.10520): give every convolution filter mean zero and variance one."""
 
-import warnings
-
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, warn_no_effect
 from drivetrain.core.arguments import check_counts
-from drivetrain.core.errors import DrivetrainWarning
+from drivetrain.core.errors import warn
 from drivetrain.module.surgery import count_module_instances
 
 
@@ -62,11 +60,9 @@ def _in_order(model: nn.Module) -> list[nn.Module]:
     try:
         graph = _ConvolutionTracer().trace(model)
     except Exception as error:  # whatever a user's forward does to a tracer
-        warnings.warn(
+        warn(
             f"WeightStandardization could not trace {type(model).__name__} ({type(error).__name__}), so its last convolutions are "
-            "those defined last.",
-            DrivetrainWarning,
-            stacklevel=3,
+            "those defined last."
         )
         return known
     named = dict(model.named_modules())

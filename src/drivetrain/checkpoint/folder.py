@@ -110,6 +110,5 @@ def check_folder(directory: Path, device: int | None, name: str, exchange: RankE
     _check_owner(directory, owner)
     if is_new:
         warn(
-            f"the checkpoint folder {directory} disappeared during the run, with its checkpoints. It is created again for {name}.",
-            stacklevel=4,
+            f"the checkpoint folder {directory} disappeared during the run, with its checkpoints. It is created again for {name}."
         )

@@ -10,7 +10,6 @@ that epoch with random numbers of its own. What cannot be read safely, or is not
 """
 
 import json
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from drivetrain.context.state import State
-from drivetrain.core.errors import ConfigError, DrivetrainWarning, ResumeError
+from drivetrain.core.errors import ConfigError, ResumeError, warn
 from drivetrain.core.types import Settings, StateDict
 from drivetrain.module.precision import Precision
 from drivetrain.module.wrapping import load_clean_state_dict
@@ -139,11 +138,9 @@ def restore(state: State, folder: Path) -> None:
         clock.batch = epochs * batches
         clock.step = epochs * -(-batches // state.accumulation_steps)
     if any(folder.glob("random_states_*.pkl")):
-        warnings.warn(
+        warn(
             f"{folder}: its random states are a pickle, which is not loaded for safety; shuffling and dropout continue with different "
-            "random numbers.",
-            DrivetrainWarning,
-            stacklevel=2,
+            "random numbers."
         )
 
 

@@ -1,7 +1,6 @@
 """Composer's Trainer: our Trainer, made with Composer's arguments."""
 
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -11,10 +10,12 @@ from torch import nn
 
 from drivetrain.compat.composer_types import ComposerModel, DataSpec, Evaluator, ensure_evaluator, ensure_tuple
 from drivetrain.context.state import State
-from drivetrain.core import Callback, ConfigError, DrivetrainWarning, Event, Time, Timestamp
+from drivetrain.core import Callback, ConfigError, Event, Time, Timestamp
 from drivetrain.core.binding import method_for
+from drivetrain.core.errors import warn
 from drivetrain.optim.optimizers import DecoupledSGDW
 from drivetrain.optim.positions import compile_state_schedule
+from drivetrain.train.batches import BatchOutput
 from drivetrain.train.callbacks import get_default_callbacks
 from drivetrain.train.tracking import MetricSet
 from drivetrain.train.trainer import Trainer as NativeTrainer
@@ -89,10 +90,8 @@ class Trainer(NativeTrainer):
                 "def schedule(state, ssr=1.0) that returns the product."
             )
         if optimizers is None:
-            warnings.warn(
-                "Trainer(optimizers=None): DecoupledSGDW with a learning rate of 0.1 is used, as Composer does. Give an optimizer.",
-                DrivetrainWarning,
-                stacklevel=2,
+            warn(
+                "Trainer(optimizers=None): DecoupledSGDW with a learning rate of 0.1 is used, as Composer does. Give an optimizer."
             )
             optimizers = DecoupledSGDW(model.parameters(), lr=0.1)
         bar, loggers = get_default_callbacks(progress_bar=progress_bar), ensure_tuple(loggers)
@@ -131,7 +130,7 @@ class Trainer(NativeTrainer):
         given = self._options.eval_dataset if eval_dataloader is None else _evaluation(eval_dataloader)
         return self.evaluate(given, **kwargs)
 
-    def get_metric_inputs(self, batch: object, batch_output: Mapping[str, object]) -> tuple[object, object]:
+    def get_metric_inputs(self, batch: object, batch_output: BatchOutput) -> tuple[object, object]:
         """Give the metrics of a ComposerModel the outputs and the whole batch."""
         model = self._accelerator.unwrap_model(self.model)
         if not isinstance(model, ComposerModel):

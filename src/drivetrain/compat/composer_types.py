@@ -3,7 +3,6 @@
 A model of Composer takes a whole batch, and computes its loss and metrics from it.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import StrEnum
@@ -14,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drivetrain.context.batch import ensure_targets_one_hot, infer_target_type
-from drivetrain.core import Callback, ConfigError, ConfigTypeError, DrivetrainWarning, Event, MissingExtra
+from drivetrain.core import Callback, ConfigError, ConfigTypeError, Event, MissingExtra
 from drivetrain.core.containers import map_items
+from drivetrain.core.errors import warn
 from drivetrain.core.ordering import refers_to
 from drivetrain.core.plugin import Phase, PluginReference, plugin_name
 from drivetrain.core.types import JsonValue, StateDict
@@ -247,11 +247,7 @@ def warn_if_multiple_loss_interpolation(algorithms: Sequence[T], event: Event) -
     """Warn when more than one algorithm interpolates the loss."""
     several = [plugin_name(plugin) for plugin in algorithms if refers_to("#interpolates_loss", plugin)]
     if len(several) > 1:
-        warnings.warn(
-            f"{' and '.join(several)} all interpolate the loss at {event.name}; use one of them.",
-            DrivetrainWarning,
-            stacklevel=2,
-        )
+        warn(f"{' and '.join(several)} all interpolate the loss at {event.name}; use one of them.")
     return list(algorithms)
 
 

@@ -50,6 +50,7 @@ SLOTS = {
     "train.accelerator": "drivetrain.compat.accelerate:wrap_accelerator",
     "train.foreign_state": "drivetrain.compat.accelerate",
     "train.foreign_arguments": "drivetrain.compat.trainer_arguments:INSTEAD",
+    "train.foreign_methods": "drivetrain.compat.trainer_arguments:INSTEAD_OF_METHOD",
 }
 
 EXPORTS = {

@@ -1,7 +1,7 @@
-"""Arguments of other trainers, and what to write here instead.
+"""Arguments and methods of other trainers, and what to write here instead.
 
-One table for people who come from Lightning, the Hugging Face Trainer, Composer, Keras, skorch or Accelerate. It is read only when a
-keyword is unknown, to make the error useful. A name that the Trainer takes itself is not in it.
+Two tables for people who come from Lightning, the Hugging Face Trainer, Composer, Keras, fastai, skorch or Accelerate. They are read
+only when a name is unknown, to make the error useful. An argument that the Trainer takes itself is not in them.
 """
 
 _STEPS = "times carry units: '500st' (updates), '500ba' (batches), '1ep'"
@@ -112,4 +112,52 @@ _TABLE = {
     "module net": "Trainer(model)",
 }
 
-INSTEAD = {name: text for names, text in _TABLE.items() for name in names.split()}
+_METHODS = {
+    # what users override elsewhere
+    "training_step train_step training_batch": "calculate_train_batch_loss(self, batch)",
+    "validation_step eval_step test_step prediction_step": "calculate_eval_batch_loss(self, batch)",
+    "predict_step": "calculate_predict_batch(self, batch)",
+    "configure_optimizers create_optimizer get_optimizer create_optimizer_and_scheduler": "Trainer(optimizer=...)",
+    "lr_scheduler_step": "scheduler_step(self)",
+    "train_dataloader get_train_dataloader": "train(train_dataset), which also takes a loader, or override create_train_dataloader",
+    "val_dataloader get_eval_dataloader": "train(eval_dataset=...), or override create_eval_dataloader",
+    "compute_metrics": "Trainer(metrics={'name': function of (outputs, targets)})",
+    "compute_loss": "calculate_train_batch_loss(self, batch), which calls the model and computes the loss",
+    "on_train_start on_fit_start on_train_begin": "training_run_start(self)",
+    "on_train_end on_fit_end": "training_run_end(self)",
+    "on_train_epoch_start on_epoch_start on_epoch_begin": "train_epoch_start(self)",
+    "on_train_epoch_end on_epoch_end training_epoch_end": "train_epoch_end(self)",
+    "on_validation_epoch_start on_eval_epoch_start": "eval_epoch_start(self)",
+    "on_validation_epoch_end on_eval_epoch_end validation_epoch_end": "eval_epoch_end(self)",
+    "on_train_batch_start on_train_step_start on_step_begin": "a callback with on_train_step_start(self, trainer)",
+    "on_train_batch_end on_train_step_end on_step_end": "a callback with on_train_step_end(self, trainer, batch, batch_output)",
+    "configure_gradient_clipping": "train(gradient_clip_norm=...)",
+    # what they call
+    "validate test eval": "evaluate(dataset)",
+    "one_cycle fit_one_cycle": "train(create_scheduler_fn=...) with torch.optim.lr_scheduler.OneCycleLR",
+    "fine_tune": "a ModelFreezer, and train() twice",
+    "compile": "Trainer(model, loss_func, optimizer, metrics={...})",
+    "log_dict log_metrics": "log(name, value), once for each value",
+    "manual_backward backward": "backward_step(loss)",
+    "save save_model save_weights": "save_checkpoint(path), or torch.save(trainer.get_model().state_dict(), path)",
+    "save_state": "save_training_state(folder)",
+    "load load_model load_weights": "load_checkpoint(path)",
+    "find_lr": "lr_find(train_dataset)",
+    "add_callback": "Trainer(callbacks=[...])",
+    "is_world_process_zero is_global_zero is_local_process_zero": "drivetrain.is_master()",
+    "current_epoch": "run_history.current_epoch, counted from 1",
+    "global_step": "state.timestamp.step",
+    "history callback_metrics logged_metrics log_history": "run_history",
+    "args": "settings, during and after train()",
+    "callbacks": "callback_handler",
+    "lr_scheduler": "scheduler",
+    "model_wrapped": "model; get_model() is the one without wrappers",
+    "accelerator": "runtime",
+    "train_dl val_dl dls": "train_dataset and eval_dataset",
+    "loss loss_fn criterion": "loss_func",
+    "opt optimizers": "optimizer",
+}
+
+INSTEAD, INSTEAD_OF_METHOD = (
+    {name: text for names, text in table.items() for name in names.split()} for table in (_TABLE, _METHODS)
+)

@@ -159,6 +159,11 @@ class Context(ItemHolder):
     _layout: "StateLayout | None" = None
     _has_own_stream = False
 
+    if TYPE_CHECKING:  # items are attributes of any name
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, item: object) -> None: ...
+
     def __init__(self, **items: object):
         for name, item in items.items():
             setattr(self, name, item)

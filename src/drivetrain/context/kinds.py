@@ -10,7 +10,6 @@ behind. Both are named in a warning. Only an algorithm without which the saved m
 Context grows to its saved length, but a tuple of optimizers must not: what a file holds of an optimizer is a dict, not an optimizer.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drivetrain.core.containers import join_path
-from drivetrain.core.errors import DrivetrainWarning
+from drivetrain.core.errors import warn
 from drivetrain.core.types import Item, Saved, StateDict
 
 if TYPE_CHECKING:
@@ -139,14 +138,14 @@ class PluginsKind(Kind):
             if name in entries and hasattr(plugin, "load_state_dict"):
                 loading.try_to_load(where, plugin, loading.unpack(entries[name]["state"], partial(_state, plugin)))
             elif name not in entries and _state(plugin):
-                _warn(f"{where} is new: it has no saved state and starts from the beginning.")
+                warn(f"{where} is new: it has no saved state and starts from the beginning.")
         for name in [name for name in entries if name not in live]:
             entry, where = entries[name], join_path(path, name)
             if entry.get("required"):
                 advice = f"Add {entry['name']}(**{entry['config']}) again before loading"
                 loading.note("unexpected", where, f"the saved model was made with it. {advice}")
             elif entry["state"]:
-                _warn(f"{where} was saved with a state, but is not part of this run: its state is not used.")
+                warn(f"{where} was saved with a state, but is not part of this run: its state is not used.")
         return keep(item)
 
     def saved_as(self, item: object) -> str:
@@ -165,10 +164,6 @@ def _numbered(values: Sequence[Any], names: Sequence[str] | None = None) -> dict
 
 def _state(plugin: object) -> object:
     return plugin.state_dict() if hasattr(plugin, "state_dict") else {}
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, DrivetrainWarning, stacklevel=4)
 
 
 class HeldKind(Kind):
@@ -206,7 +201,7 @@ class GeneratorsKind(Kind):
             key for key, type in types.items() if type != "cpu" and not torch.get_device_module(type).is_available()
         ]
         if absent:
-            _warn(
+            warn(
                 f"{path}: the generators {', '.join(absent)} were saved on a device that this machine does not have; they start from "
                 "their seeds."
             )

@@ -7,7 +7,6 @@ raise (those are restored to what they were), then modules, then optimizers, the
 At the end are the list of kinds and the walks over all items.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from drivetrain.context.optimizers import Names
 from drivetrain.context.stateful import ContextKind, ModuleKind, ObjectKind, OptimizerKind
 from drivetrain.context.values import CodedKind, GeneratorKind, OtherKind, PlainKind, TensorKind
 from drivetrain.core.containers import join_path
-from drivetrain.core.errors import DrivetrainError, DrivetrainWarning, StateError, nearest_name
+from drivetrain.core.errors import DrivetrainError, StateError, nearest_name, warn
 from drivetrain.core.types import Item, Saved
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.wrapping import FaultKind, named_clean_parameters
@@ -192,11 +191,9 @@ class Loading:
             _restore_all(done)
             raise
         if self._without_state:
-            warnings.warn(
+            warn(
                 f"the saved state has None for {', '.join(self._without_state)}: nothing was saved for them, so they keep their current "
-                "values.",
-                DrivetrainWarning,
-                stacklevel=3,
+                "values."
             )
         return self._report()
 
@@ -237,7 +234,8 @@ class Loading:
         return (
             f"the saved state does not fit this {type(self._root).__name__}; nothing was changed.\n  {report}\n"
             "Give the Context the same names and kinds of items before loading, or restore what fits with "
-            "load_state_dict(state, strict=False)."
+            "load_state_dict(state, strict=False). To begin a new run from the weights alone: "
+            "model.load_state_dict(drivetrain.load_checkpoint(path)['model'])."
         )
 
 
@@ -283,11 +281,9 @@ class Saving(Packer):
             if isinstance(item, torch.utils.data.DataLoader)
             else "give it state_dict() and load_state_dict(state)"
         )
-        warnings.warn(
+        warn(
             f"{path} is a {type(item).__name__}, which has no state to save. To save it, {advice}; if this is intended, "
-            f"call exclude({path.partition('.')[0]!r}) or begin its name with an underscore.",
-            DrivetrainWarning,
-            stacklevel=2,
+            f"call exclude({path.partition('.')[0]!r}) or begin its name with an underscore."
         )
 
     def pack_special(self, item: object, path: str) -> Saved:

@@ -19,6 +19,8 @@ from drivetrain.module.distributed_tensors import fit_tensor, is_dtensor
 
 Names = Mapping[int, str]
 """Names of parameters by their identity."""
+_FLAGS = ("foreach", "fused", "capturable", "differentiable", "maximize")
+"""Settings of torch's optimizers that do not change the mathematics, and that not every version has."""
 
 
 def save_optimizer(optimizer: Optimizer, names: Names) -> StateDict:
@@ -40,6 +42,10 @@ def fit_optimizer(
     What loads it takes the names of parameters that have another shape now, and returns those whose state it left out.
     """
     groups, live_groups = list(saved["param_groups"]), optimizer.param_groups
+    absent = getattr(optimizer, "defaults", {}).keys() - {*_FLAGS, *(key for group in groups for key in group)}
+    if len(absent) > 1:  # a newer torch may have added one
+        settings = ", ".join(sorted(map(str, absent)))
+        return [f"saved by another kind of optimizer than {type(optimizer).__name__}: it has no {settings}"], None
     if len(groups) != len(live_groups):
         return [f"saved {len(groups)} parameter groups, this optimizer has {len(live_groups)}"], None
     live = [parameter for group in live_groups for parameter in group["params"]]

@@ -182,7 +182,7 @@ class State(Context):
         return self.outputs
 
     @output.setter
-    def output(self, value: object) -> None:
+    def output(self, value: Item) -> None:
         self.outputs = value
 
     # Device and randomness.

@@ -6,7 +6,6 @@ written in place instead.
 
 import functools
 import types
-import warnings
 from enum import Enum
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from drivetrain.context.kinds import Kind, Restore, keep
 from drivetrain.context.moving import move_tensor
-from drivetrain.core.errors import DrivetrainWarning
+from drivetrain.core.errors import warn
 from drivetrain.core.types import Item, Saved, StateDict
 from drivetrain.module.distributed_tensors import fit_tensor
 from drivetrain.runtime.coders import GENERATORS, NOT_STATE, PLAIN, enum_member, tag_of, tagged, value_coder
@@ -184,11 +183,9 @@ class _GeneratorMovedToCpu(torch.Generator):
 
 
 def _start_again(item: torch.Generator, content: StateDict, path: str) -> torch.Generator:
-    warnings.warn(
+    warn(
         f"{path} was saved on {content['device']} and is on {item.device} now, where its state cannot be restored: it restarts from "
-        f"its seed {content['seed']}.",
-        DrivetrainWarning,
-        stacklevel=5,
+        f"its seed {content['seed']}."
     )
     return item.manual_seed(content["seed"])
 

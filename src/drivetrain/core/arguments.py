@@ -115,7 +115,10 @@ def check_callable(name: str, value: object, example: str, num_arguments: int = 
     try:  # of a module, the arguments are those of its forward
         inspect.signature(getattr(value, "forward", value)).bind(*[None] * num_arguments)
     except TypeError as error:
-        raise ConfigTypeError(f"{_given(name, value)} cannot be called so: {error}. Expected {example}.") from None
+        count = f"{num_arguments} argument{'s' * (num_arguments != 1)}"
+        raise ConfigTypeError(
+            f"{_given(name, value)} cannot be called with {count}: {error}. Expected {example}."
+        ) from None
     except ValueError:
         return  # a built-in without a signature
 

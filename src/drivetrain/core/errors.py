@@ -6,8 +6,13 @@ code written against the libraries we replace keeps catching what it caught.
 """
 
 import difflib
+import re
+import sys
 import warnings
 from collections.abc import Iterable
+
+_BETWEEN = re.compile(r"(drivetrain|torch)\.|(contextlib|functools|threading)$")
+"""Modules between the user's code and the place where a warning is raised."""
 
 
 class DrivetrainError(Exception):
@@ -202,9 +207,17 @@ class DrivetrainDeprecationWarning(DrivetrainWarning, DeprecationWarning):
     """Something is kept for old code only."""
 
 
-def warn(message: str, stacklevel: int = 2) -> None:
-    """Issue a `DrivetrainWarning`. The default shows the line that called the function which warns."""
-    warnings.warn(message, DrivetrainWarning, stacklevel=stacklevel + 1)
+def warn(message: str, category: type[Warning] = DrivetrainWarning) -> None:
+    """Issue a warning that shows the line of the user's code which led to it, however deep in the package it is raised."""
+    frame = raised = sys._getframe(1)
+    while _BETWEEN.match(frame.f_globals.get("__name__") or ""):
+        if frame.f_back is None:  # a thread of the package
+            frame = raised
+            break
+        frame = frame.f_back
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    module = frame.f_globals.get("__name__")
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
 
 
 def nearest_name(name: object, valid: Iterable[str], *, cutoff: float = 0.6) -> str | None:

@@ -122,5 +122,5 @@ def dataset_length(dataset: Any, has_keys: bool) -> int | None:
         return len(dataset)
     except TypeError:
         raise ParameterError(
-            f"dataset: {type(dataset).__name__} has no __len__, so it has no order. Give it one, or use an IterableDataset."
+            f"the dataset ({type(dataset).__name__}) has no __len__, so it has no order. Give it one, or use an IterableDataset."
         ) from None

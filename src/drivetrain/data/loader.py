@@ -10,7 +10,6 @@ as short as the data allows.
 
 import copy
 import itertools
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Self, TypeVar
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.core.arguments import check_count
-from drivetrain.core.errors import DistributedError, DrivetrainWarning, ParameterError, ResumeError
+from drivetrain.core.errors import DistributedError, ParameterError, ResumeError, warn
 from drivetrain.core.types import Batch, StateDict
 from drivetrain.data import source, stream
 from drivetrain.data.columns import Columns, find_columns, resident_columns
@@ -350,19 +349,15 @@ class SmartDataLoader(DataLoader[T_co]):
     def load_state_dict(self, state: StateDict | None, strict: bool = True) -> None:
         """Go to a saved position: the next iteration continues there. `strict=False` warns where it would raise."""
         if state is None:
-            warnings.warn(
-                "the loader's saved state is None: it keeps its current position.", DrivetrainWarning, stacklevel=2
-            )
+            warn("the loader's saved state is None: it keeps its current position.")
             return
         last = None if self._order is None else self._order.samples
         checked = source.check_state(state, self._samples(), last, strict)
         self._check_continuable(checked["position"], strict)
         if self._arguments["random_seed"] is not None and checked["seed"] != self._seed:
-            warnings.warn(
+            warn(
                 f"random_seed={self._seed} was given, but the saved state has {checked['seed']}: the saved seed is used, so that "
-                "the order of samples continues. Remove random_seed to resume without this warning.",
-                DrivetrainWarning,
-                stacklevel=2,
+                "the order of samples continues. Remove random_seed to resume without this warning."
             )
         if checked.get("sampler") is not None and self._order is not None:
             load_sampler_state(self._order, checked["sampler"])
@@ -381,7 +376,7 @@ class SmartDataLoader(DataLoader[T_co]):
         )
         if strict:
             raise ResumeError(message)
-        warnings.warn(message, DrivetrainWarning, stacklevel=3)
+        warn(message)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch `epoch`, from its beginning; a restored position in that epoch is kept."""

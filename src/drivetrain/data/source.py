@@ -6,7 +6,6 @@ run may continue with others.
 """
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
@@ -24,7 +23,7 @@ from torch.utils.data import (
 )
 
 from drivetrain.core.arguments import check_count
-from drivetrain.core.errors import DrivetrainWarning, ParameterError, ResumeError, StateError, unknown_name
+from drivetrain.core.errors import ParameterError, ResumeError, StateError, unknown_name, warn
 from drivetrain.core.types import Batch, Settings, StateDict
 from drivetrain.data.columns import ColumnSamples, find_columns
 from drivetrain.data.fetch import GatherFetch, UserFetch, dataset_length
@@ -49,10 +48,8 @@ def check_arguments(dataset: object, own: Settings, given: Settings) -> None:
         if name not in TORCH_NAMES:
             raise ParameterError(unknown_name("argument", name, TORCH_NAMES + OWN_NAMES, where="SmartDataLoader"))
     if own["shuffle"] not in (True, False, None) or type(own["shuffle"]) is int:
-        raise ParameterError(
-            f"shuffle={own['shuffle']!r}: expected True or False. The second argument is shuffle; the batch size is a keyword: "
-            f"batch_size={own['shuffle']!r}."
-        )
+        size = f" The batch size is a keyword: batch_size={own['shuffle']!r}." if type(own["shuffle"]) is int else ""
+        raise ParameterError(f"shuffle={own['shuffle']!r}: expected True or False.{size}")
     words = {"rng": get_args(RngMode), "iterable": get_args(IterableMode), "resident": ("auto", True, False)}
     for name, choices in words.items():
         if own[name] not in choices or type(own[name]) is int:
@@ -238,7 +235,7 @@ def check_state(state: object, length: int | None, last: int | None, strict: boo
         )
         if strict:
             raise ResumeError(message)
-        warnings.warn(f"{message} Epoch {state['epoch']} starts from its beginning.", DrivetrainWarning, stacklevel=3)
+        warn(f"{message} Epoch {state['epoch']} starts from its beginning.")
         checked["position"] = 0
     elif last is not None and checked["position"] > last:
         raise StateError(f"loader state: position {checked['position']} is past the end of the epoch ({last} samples).")

@@ -77,7 +77,7 @@ def digits(epochs: int = 12, lr: float = 3e-3, batch_size: int = 64, weight_deca
         "loss": history.get_latest_metric("train_loss_epoch"),
         "updates": trainer.state.clock.step,
         "samples": trainer.state.clock.sample,
-        "losses": list(history.get_metric_values("train_loss_epoch")),
+        "losses": history.get_metric_values("train_loss_epoch"),
         "device": str(trainer.device),
     }
     recorder.summary({"accuracy": result["accuracy"]})

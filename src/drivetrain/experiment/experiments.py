@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from drivetrain.core.errors import DrivetrainError, ParameterError, nearest_name
 from drivetrain.experiment.command_line import (
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Function = Callable[..., object]
 
 MEMO = "__drivetrain_parameters__"
 """Function attribute in which decorators below `@experiment` store their parameters."""
@@ -229,6 +230,18 @@ class ExperimentGroup(_WithParameters):
             )
         self.experiments.append(experiment)
 
+    @overload
+    def experiment(self, name: Function, /) -> Experiment: ...
+    @overload
+    def experiment(
+        self,
+        name: str | None = None,
+        inherit_params: object = None,
+        defaults: Mapping[str, object] | None = None,
+        inherit_params_from_group: bool = True,
+        *,
+        directions: Mapping[str, str] | None = None,
+    ) -> Callable[[Function], Experiment]: ...
     def experiment(
         self,
         name: object = None,
@@ -242,6 +255,12 @@ class ExperimentGroup(_WithParameters):
         make = lambda function, own: app.experiment_created(Experiment(function, own, defaults, directions))
         return _decorator(name, make, inherit_params, self, inherit_params_from_group)
 
+    @overload
+    def group(self, name: Function, /) -> "ExperimentGroup": ...
+    @overload
+    def group(
+        self, name: str | None = None, inherit_params: object = None, inherit_params_from_group: bool = True
+    ) -> Callable[[Function], "ExperimentGroup"]: ...
     def group(self, name: object = None, inherit_params: object = None, inherit_params_from_group: bool = True) -> Any:
         """Declare a group within this group: `@group.group` or `@group.group(...)`."""
         return _decorator(name, ExperimentGroup, inherit_params, self, inherit_params_from_group)
@@ -287,7 +306,7 @@ class ExperimentGroup(_WithParameters):
 
 
 def _decorator(
-    name: Any,
+    name: object,
     make: Callable[[Any, Any], Any],
     inherit_params: object,
     group: ExperimentGroup | None = None,
@@ -309,8 +328,18 @@ def _decorator(
     return declare(name, None) if callable(name) else lambda function: declare(function, name)
 
 
+@overload
+def experiment(name: Function, /) -> Experiment: ...
+@overload
 def experiment(
-    name: Any = None,
+    name: str | None = None,
+    inherit_params: object = None,
+    defaults: Mapping[str, object] | None = None,
+    *,
+    directions: Mapping[str, str] | None = None,
+) -> Callable[[Function], Experiment]: ...
+def experiment(
+    name: object = None,
     inherit_params: object = None,
     defaults: Mapping[str, object] | None = None,
     *,
@@ -330,7 +359,11 @@ def experiment(
     return _decorator(name, make, inherit_params)
 
 
-def group(name: Any = None, inherit_params: object = None) -> Any:
+@overload
+def group(name: Function, /) -> ExperimentGroup: ...
+@overload
+def group(name: str | None = None, inherit_params: object = None) -> Callable[[Function], ExperimentGroup]: ...
+def group(name: object = None, inherit_params: object = None) -> Any:
     """Make a function a group of experiments; the function itself is never called."""
     return _decorator(name, ExperimentGroup, inherit_params)
 

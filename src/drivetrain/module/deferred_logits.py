@@ -7,7 +7,6 @@ saved then.
 """
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from drivetrain.core.errors import DrivetrainWarning, UnsupportedMethodError
+from drivetrain.core.errors import UnsupportedMethodError, warn
 from drivetrain.module.chunked_loss import SoftmaxStep, linear_cross_entropy, loss_and_logit_gradients
 from drivetrain.module.probing import call_on_fake_tensors
 from drivetrain.module.wrapping import GeneratedClass, add_mixin
@@ -189,11 +188,9 @@ class DeferredSource:
         """Warn once that the logits had to be computed."""
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"chunked_cross_entropy: the loss uses the logits for more than a cross entropy of class indices ({name}), so all logits "
-                f"are computed and no memory is saved.",
-                DrivetrainWarning,
-                stacklevel=4,
+                f"are computed and no memory is saved."
             )
 
 

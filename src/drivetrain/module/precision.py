@@ -6,7 +6,6 @@ run under autocast by itself: its class becomes a generated subclass, so names, 
 """
 
 import os
-import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from drivetrain.core.errors import ConfigError, DrivetrainWarning, unknown_name
+from drivetrain.core.errors import ConfigError, unknown_name, warn
 from drivetrain.core.types import StateDict
 from drivetrain.module.wrapping import GeneratedClass, add_mixin
 
@@ -50,11 +49,7 @@ class Precision:
 
 def warn_unscaled_float16(reason: str) -> None:
     """Warn that float16 gradients are not scaled."""
-    warnings.warn(
-        f"{reason}: small gradients become zero and large ones infinite. Use 'bf16', or full precision.",
-        DrivetrainWarning,
-        stacklevel=4,
-    )
+    warn(f"{reason}: small gradients become zero and large ones infinite. Use 'bf16', or full precision.")
 
 
 PRECISIONS = {
@@ -199,8 +194,4 @@ def computes_in_float16(loss: Tensor) -> bool:
 
 
 def _warn_of_unused_scale(name: str) -> None:
-    warnings.warn(
-        f"unit {name!r}: the saved state has a gradient scale, but this run needs none; it is ignored.",
-        DrivetrainWarning,
-        stacklevel=5,
-    )
+    warn(f"unit {name!r}: the saved state has a gradient scale, but this run needs none; it is ignored.")

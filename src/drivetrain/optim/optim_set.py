@@ -6,7 +6,6 @@ this; it calls `begin_batch`, `backward`, `step` and `zero_grad`.
 """
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.context.moving import move_to_device
-from drivetrain.core.errors import ConfigError, DrivetrainWarning, unknown_name
+from drivetrain.core.errors import ConfigError, unknown_name, warn
 from drivetrain.core.types import Settings, StateDict
 from drivetrain.core.yaml import YamlSource, read_yaml
 from drivetrain.module.gradient_sync import GradientSync
@@ -416,11 +415,9 @@ class OptimSet(Mapping[str, OptimScheduler]):
         orphans = [name for name, p in named if p.requires_grad and id(p) not in taken]
         if orphans:
             shown = ", ".join(orphans[:5]) + (", ..." if len(orphans) > 5 else "")
-            warnings.warn(
+            warn(
                 f"{len(orphans)} trainable parameters belong to no unit and will not change: {shown}. Freeze them, or assign them to a "
-                f"unit (updated_modules='{REST}').",
-                DrivetrainWarning,
-                stacklevel=4,
+                f"unit (updated_modules='{REST}')."
             )
 
 

@@ -3,14 +3,13 @@ in a loop that is written for one optimizer.
 """
 
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarning
+from drivetrain.core.errors import ConfigError, ConfigTypeError, warn
 from drivetrain.core.time import Clock
 from drivetrain.module.accumulation import AccumulationWindow, Count, widened
 from drivetrain.module.finite import NonFinitePolicy
@@ -90,11 +89,7 @@ def as_optim_set(value: object, model: nn.Module, **shared: object) -> OptimSet:
         own = {unit_name: getattr(unit, name) for unit_name, unit in made.items()}
         if given != SHARED[name].value and given not in own.values():
             shown = ", ".join(f"{unit_name}: {value!r}" for unit_name, value in own.items())
-            warnings.warn(
-                f"{name}={given!r} has no effect: every unit sets its own ({shown}). Remove one of the two.",
-                DrivetrainWarning,
-                stacklevel=2,
-            )
+            warn(f"{name}={given!r} has no effect: every unit sets its own ({shown}). Remove one of the two.")
     return made
 
 

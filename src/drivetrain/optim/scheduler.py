@@ -8,7 +8,6 @@ together is in `passes.py`; this file holds the clock and the public face.
 import inspect
 import logging
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.core.arguments import check_choice, check_count, check_flag
-from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarning, unknown_name
+from drivetrain.core.errors import ConfigError, ConfigTypeError, unknown_name, warn
 from drivetrain.core.types import Settings, StateDict
 from drivetrain.module.accumulation import AccumulationWindow
 from drivetrain.module.gradient_sync import GradientSync
@@ -150,11 +149,9 @@ class OptimScheduler(ABC):
         self.attach(model)
         self.sche_init(**sche_conf)
         if self.decays and hasattr(self.optimizer, "eval"):
-            warnings.warn(
+            warn(
                 f"{type(self.optimizer).__name__} averages weights instead of lowering the rate, but {type(self).__name__} lowers it. "
-                f"Use ConstantLr with a warm-up.",
-                DrivetrainWarning,
-                stacklevel=2,
+                f"Use ConstantLr with a warm-up."
             )
 
     # ------------------------------------------------------------------ what a subclass defines

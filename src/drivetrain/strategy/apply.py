@@ -5,7 +5,6 @@ The whole plan is checked before anything changes. If a step still fails, the mo
 names and state-dict keys of the user's module do not change. DDP is the only outer wrapper.
 """
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -19,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from drivetrain.context.context import Context
 from drivetrain.context.moving import move_to_device
 from drivetrain.context.state import State
-from drivetrain.core.errors import ConfigError, DrivetrainWarning, UnsupportedMethodError
+from drivetrain.core.errors import ConfigError, UnsupportedMethodError, warn
 from drivetrain.core.types import Batch, Settings
 from drivetrain.module.accumulation import Count
 from drivetrain.module.compilation import JointStep, LossGraph
@@ -103,11 +102,11 @@ class Application:
     @property
     def model(self) -> nn.Module:
         """The Context's model."""
-        return self.context.model  # type: ignore[attr-defined]
+        return self.context.model
 
     @model.setter
     def model(self, model: nn.Module) -> None:
-        self.context.model = model  # type: ignore[attr-defined]
+        self.context.model = model
 
     @property
     def optimizer(self) -> "Optimizer | None":
@@ -121,7 +120,7 @@ class Application:
         if isinstance(self.context, State):
             self.context.optimizers = () if optimizer is None else (optimizer,)
         else:
-            self.context.optimizer = optimizer  # type: ignore[attr-defined]
+            self.context.optimizer = optimizer
 
     @property
     def loss_func(self) -> LossFunc | None:
@@ -351,7 +350,7 @@ def _warn_unused(app: Application) -> None:
     if given and app.plan.site.world > 1 and text not in app.notes:
         app.note(text)
         if is_master():
-            warnings.warn(f"{text}. Remove them.", DrivetrainWarning, stacklevel=2)
+            warn(f"{text}. Remove them.")
 
 
 def apply_to_called_model(app: Application) -> Application:

@@ -8,7 +8,6 @@ its effect on memory and time, and for what a simulation or a trial must know ab
 """
 
 import dataclasses
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,14 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Ty
 import torch
 from torch import nn
 
-from drivetrain.core.errors import (
-    ConfigError,
-    DrivetrainWarning,
-    MethodConfigError,
-    StrategyError,
-    did_you_mean,
-    unknown_name,
-)
+from drivetrain.core.errors import ConfigError, MethodConfigError, StrategyError, did_you_mean, unknown_name, warn
 from drivetrain.core.types import Settings
 from drivetrain.module.blocks import select_modules
 from drivetrain.module.wrapping import user_class
@@ -139,9 +131,7 @@ class Method(Generic[C]):
         items = {item.name: item for item in dataclasses.fields(self.Config)}
         for key, value in config.items():
             if key in self.ignored_keys:
-                warnings.warn(
-                    f"{self.name}: the key {key!r} has no effect and is ignored.", DrivetrainWarning, stacklevel=4
-                )
+                warn(f"{self.name}: the key {key!r} has no effect and is ignored.")
                 continue
             name = self.renamed.get(key, key)
             if name not in items:

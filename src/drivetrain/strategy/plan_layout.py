@@ -70,7 +70,7 @@ class PlanLayout:
 
 def joined_state(context: Context, state: StateDict) -> StateDict:
     """Return on rank 0 the state with model and optimizer of all stages. The other ranks take part and return nothing for them."""
-    pipeline = context.model  # type: ignore[attr-defined]
+    pipeline = context.model
     assert isinstance(pipeline, PipelinedModel)
     own: StateDict = {"model": dict(clean_state_dict(pipeline))}
     optimizer = getattr(context, "optimizer", None)
@@ -127,7 +127,7 @@ def _shown(stages: Mapping[str, Any]) -> str:
 
 def own_share(context: Context, state: Mapping[str, object]) -> StateDict:
     """Return a state without the entries of other ranks' stages. A state of this rank's stages alone is returned unchanged."""
-    pipeline = context.model  # type: ignore[attr-defined]
+    pipeline = context.model
     assert isinstance(pipeline, PipelinedModel)
     others = pipeline.all_names - set(clean_state_dict(pipeline))
     result = dict(state)

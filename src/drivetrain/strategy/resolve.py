@@ -6,7 +6,6 @@ This has no side effects. All ranks that call it with the same arguments get the
 
 import functools
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from drivetrain.core.arguments import check_count
-from drivetrain.core.errors import ConflictError, DrivetrainWarning, UnsupportedMethodError
+from drivetrain.core.errors import ConflictError, UnsupportedMethodError, warn
 from drivetrain.module.ddp import check_embeddings
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.ranks import get_num_processes
@@ -96,11 +95,7 @@ def resolve_plan(
             dropped.append((name, reason))
             del merged[name]
     if dropped:
-        warnings.warn(
-            "left out of the plan: " + "; ".join(f"{name}, because {reason}" for name, reason in dropped),
-            DrivetrainWarning,
-            stacklevel=3,
-        )
+        warn("left out of the plan: " + "; ".join(f"{name}, because {reason}" for name, reason in dropped))
     site = replace(site, names=frozenset(merged))
     steps = []
     for name, config in merged.items():

@@ -360,7 +360,7 @@ def finish(ctx: "Application", loader: object = None, batch: BatchSplit | None =
             autocast_forward(unwrap(part), ctx.device.type, ctx.autocast_dtype)
     scaler = Precision(name="plan", autocast_dtype=ctx.scaler_dtype).make_scaler(ctx.device)
     if scaler is not None:
-        ctx.context.scaler = scaler  # type: ignore[attr-defined]
+        ctx.context.scaler = scaler
     elif ctx.scaler_dtype is torch.float16:
         warn_unscaled_float16(f"float16 on {ctx.device} has no gradient scaler")
     split = ctx.plan.batch_split
@@ -374,7 +374,7 @@ def finish(ctx: "Application", loader: object = None, batch: BatchSplit | None =
     if isinstance(loader, PlannedLoader):
         loader.attach(ctx.stepping)
     if loader is not None:
-        ctx.context.loader = loader  # type: ignore[attr-defined]
+        ctx.context.loader = loader
     if ctx.optimizer is not None:
         ctx.optimizer = PlannedOptimizer(ctx.optimizer, ctx.stepping)
 

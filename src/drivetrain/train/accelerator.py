@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from drivetrain.core.arguments import naming
 from drivetrain.core.containers import leaves
 from drivetrain.core.errors import DistributedError
 from drivetrain.core.files import atomic_write
@@ -61,8 +62,9 @@ class TrainerRuntime:
     """Device, precision and process of one trainer."""
 
     def __init__(self, device: str | torch.device | None = None, precision: str | Precision | None = None):
-        join_launched_world(choose_device(device))
-        self.device = choose_device("auto" if device is None else device)
+        with naming("device", device):
+            join_launched_world(choose_device(device))
+            self.device = choose_device("auto" if device is None else device)
         self.precision = parse_precision(precision)
         self.stepper = Stepper(
             None, AccumulationWindow(), scaler=self.precision.make_scaler(self.device), device=self.device

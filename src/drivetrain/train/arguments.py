@@ -6,7 +6,8 @@ The constructor accepts model, loss function and optimizer without checks, becau
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,16 +18,8 @@ from drivetrain.context.context import Context
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_callable, check_flag, check_number, naming
 from drivetrain.core.binding import check_plugin
-from drivetrain.core.errors import (
-    BatchOutputError,
-    ConfigError,
-    ConfigTypeError,
-    UnsupportedMethodError,
-    did_you_mean,
-    warn,
-)
+from drivetrain.core.errors import BatchOutputError, ConfigError, ConfigTypeError, UnsupportedMethodError, warn
 from drivetrain.core.event import Event
-from drivetrain.core.lazy import Slot
 from drivetrain.core.time import TimeUnit
 from drivetrain.data.columns import find_columns
 from drivetrain.module.optimizers import served_parameters
@@ -39,22 +32,7 @@ if TYPE_CHECKING:
     from drivetrain.train.run import Run
 
 
-FOREIGN_ARGUMENTS: Slot[Mapping[str, str]] = Slot("train.foreign_arguments")
-"""What to write instead of an argument of another library's trainer."""
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray, Tensor, nn.Module)
-
-
-def reject_unknown(function: Callable[..., object], unknown: Mapping[str, object]) -> None:
-    """Raise for an unknown keyword, and name what to write instead: another library's counterpart, or the nearest of ours."""
-    if not unknown:
-        return
-    valid, name = [*inspect.signature(function).parameters][1:-1], next(iter(unknown))  # without self and **unknown
-    if (instead := FOREIGN_ARGUMENTS.load().get(name)) is not None:
-        hint = f" Write instead: {instead}."
-    else:
-        hint = did_you_mean(name, valid) or f" Arguments: {', '.join(valid)}."
-    title = "Trainer" if function.__name__ == "__init__" else f"Trainer.{function.__name__}"
-    raise TypeError(f"{title}() got an unexpected keyword argument {name!r}.{hint}")
 
 
 def check_constructor(given: Mapping[str, Any]) -> None:
@@ -134,7 +112,7 @@ def check_model(model: object, loss_func: object, *, trains: bool = False) -> No
                 "calculate_train_batch_loss of a Trainer subclass."
             )
         message += "The model's forward and the Trainer's loss_func are used."
-        warn(message, stacklevel=4)
+        warn(message)
 
 
 def check_loss_func(loss_func: object, optimizer: object = None) -> None:
@@ -159,6 +137,11 @@ def check_optimizer_type(optimizer: object) -> None:
         raise ConfigTypeError(
             f"optimizer is a {type(optimizer).__name__} of {kinds}, expected one optimizer. To use several, pass "
             "optimizer={'encoder': OptimScheduler(...), 'decoder': OptimScheduler(...)}; pass a schedule as train(create_scheduler_fn=...)."
+        )
+    if isinstance(optimizer, str) and optimizer.isidentifier():
+        raise ConfigTypeError(
+            f"optimizer={optimizer!r} is a name. Expected a torch optimizer, such as torch.optim.AdamW(model.parameters(), lr=...), or the "
+            "path of a YAML file."
         )
     if isinstance(optimizer, str | os.PathLike | Mapping) or inspect.isfunction(optimizer):
         return  # a configuration, read before the first step
@@ -215,6 +198,13 @@ def reject_unused(
             f"{', '.join(unused)} would have no effect: {name} is a loader ({type(loader).__name__}) and is used unchanged. "
             f"Build the loader with these settings, or pass the dataset as {name}."
         )
+
+
+def warn_of_batch_size(loader: object, given: int) -> None:
+    """Warn about a batch size that was set and is not that of the only loader."""
+    own = getattr(loader, "batch_size", None)
+    if isinstance(own, int) and given not in (own, TrainSettings.per_device_batch_size):
+        warn(f"per_device_batch_size={given} has no effect: the data is a loader, whose batches have {own} samples.")
 
 
 def _differs(loader: object, key: str, value: object) -> bool:
@@ -278,7 +268,7 @@ def check_optimizer(state: State, strict: bool) -> None:
         message = f"{len(missing)} trainable parameters are not in the optimizer and will not change: {shown}"
         if strict:
             raise ConfigError(message + ". Add them, or set requires_grad=False.")
-        warn(message, stacklevel=4)
+        warn(message)
 
 
 def check_scheduler(given: object, optimizer: object, units: object) -> None:
@@ -350,8 +340,13 @@ def check_batch_output(output: object, trainer: "EvaluationLoop") -> None:
         )
     loss = output["loss"]
     if not callable(getattr(loss, "detach", None)):
+        advice = "Return one tensor; several losses go by name, as a dict."
+        if loss is None:
+            advice = "Does the loss function, or the hook, return it?"
+        elif isinstance(loss, Real):
+            advice = "It was detached from the model: leave out .item() or float()."
         raise BatchOutputError(
-            f"the loss is a {type(loss).__name__}, expected a scalar tensor. Do not call .item() on it in the hook."
+            f"the loss is {loss if loss is None else type(loss)!r}, expected a scalar tensor. {advice}"
         )
     if trainer.run.is_evaluating:
         return

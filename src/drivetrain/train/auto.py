@@ -358,7 +358,7 @@ class _Request:
         ctx = self.task.shaped(self.model, resolved, batch, make)
         if isinstance(ctx.optimizer, PlannedOptimizer) and self.scheduler is not None:
             scheduler = PlannedScheduler(self.scheduler(ctx.optimizer.inner), ctx.optimizer)
-            ctx.context.lr_scheduler = scheduler  # type: ignore[attr-defined]
+            ctx.context.lr_scheduler = scheduler
         reasons = (*plan.reasons, *ctx.notes)
         plan = replace(plan, mesh=resolved.axes[::-1], batch=batch, dropped=resolved.dropped, reasons=reasons)
         watch_memory(ctx, plan)

@@ -187,9 +187,10 @@ def find_form(batch: object, model: object, has_loss_func: bool) -> BatchForm:
                 "Override calculate_train_batch_loss to use them."
             )
         return PairForm() if inputs == 1 else SeveralInputsForm(inputs)
+    what = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple) else type(batch).__name__
     raise ConfigError(
-        f"a batch of type {type(batch).__name__} has no obvious inputs and targets. Give batches as (inputs, targets) or as a "
-        "mapping, or override calculate_train_batch_loss(batch)."
+        f"a batch that is a {what} has no inputs and targets. Give batches as (inputs, targets), for example with "
+        "TensorDataset(inputs, targets), or as a mapping, or override calculate_train_batch_loss(batch)."
     )
 
 

@@ -176,7 +176,7 @@ def save_checkpoint(
     found = nonfinite_state({"model": model, "optimizer": next(iter(optimizers), None)})
     if any(all_gather_values(bool(found))):
         text = f"{path} was not written: {', '.join(found[:5]) or 'a rank'} hold NaN or infinity."
-        warn(text, stacklevel=3)
+        warn(text)
         return
     content = {"model_state_dict": clean_state_dict(model) if isinstance(model, nn.Module) else model.state_dict()}
     for held in optimizers:
@@ -250,7 +250,7 @@ def save_state(state: State, folder: AnyPath, custom: Mapping[str, object]) -> N
     try:
         _checkpointer(state, dir=folder, keep=1, async_save=False).save(id="state", final=True)
     except NonFiniteStateError as error:
-        warn(str(error), stacklevel=3)
+        warn(str(error))
 
 
 def load_state(state: State, folder: AnyPath) -> StateDict:

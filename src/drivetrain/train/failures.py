@@ -26,6 +26,7 @@ from drivetrain.module.stepper import Stepper
 from drivetrain.runtime.ranks import is_distributed
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.train.batches import map_tensors
+from drivetrain.train.tracking import MetricSet
 
 if TYPE_CHECKING:
     from drivetrain.train.agreement import Agreement
@@ -54,6 +55,11 @@ def explain_failure(error: BaseException, model: object, loss_func: object, batc
         if function in _LOSS_HOOKS:
             batch = frame.f_locals.get("batch")
         in_data = in_data or module.startswith(_DATA)
+        if frame.f_code is MetricSet.update.__code__:
+            outputs, targets = (_shown(frame.f_locals.get(name)) for name in ("outputs", "targets"))
+            error.add_note(
+                f"The metric {frame.f_locals.get('name')!r} was called with outputs {outputs} and targets {targets}."
+            )
         in_loss = in_loss or frame.f_code is getattr(loss_func, "__code__", None)
         if isinstance(owner, nn.Module) and function == "forward":
             in_loss, layer = in_loss or owner is loss_func, owner
@@ -71,6 +77,8 @@ def explain_failure(error: BaseException, model: object, loss_func: object, batc
         where = f" in the loss function ({_name(loss_func)})" if in_loss else _layer_name(layer, model)
         called = f", called with {given}." if given else "."
         text = f"{data}: {number} for {phase} ({_shown(batch)}) failed{where}{called}"
+    if loss_func is None and isinstance(batch, list | tuple) and layer is None and isinstance(error, TypeError):
+        text += " Without a loss_func the model gets the whole batch and returns its loss. Pass Trainer(model, loss_func=...)."
     if "device-side assert" in str(error):
         text += (
             " A CUDA kernel found a wrong value, often a label or an index out of range, and the layer named may be a later one. "
@@ -140,10 +148,12 @@ def check_loss_inputs(loss_func: object, outputs: object, targets: object) -> No
         return
     lowest, highest = (int(bound) for bound in torch.aminmax(labels.long()))
     if lowest < 0 or highest >= classes:
+        advice = "Renumber the labels"
+        if lowest >= 0:
+            advice = f"Give the last layer {highest + 1} outputs or renumber the labels"
         raise BatchError(
             f"train_dataset: the labels of the first batch are from {lowest} to {highest}, and the model's outputs ({_shown(outputs)}) "
-            f"have {classes} classes, numbered 0 to {classes - 1}. Give the last layer {highest + 1} outputs or renumber the labels; "
-            "labels to skip are -100 (ignore_index)."
+            f"have {classes} classes, numbered 0 to {classes - 1}. {advice}; labels to skip are -100 (ignore_index)."
         )
 
 

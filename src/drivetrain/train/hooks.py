@@ -272,7 +272,7 @@ class TrainerHooks:
         args, kwargs = self._form_of(batch).arguments(batch)
         return {"model_outputs": self.forward(*args, **kwargs)}
 
-    def get_metric_inputs(self, batch: Any, batch_output: Mapping[str, Any]) -> tuple[Any, Any]:
+    def get_metric_inputs(self, batch: Any, batch_output: BatchOutput) -> tuple[Any, Any]:
         """Return what metrics compare: generated sequences or outputs (or their logits), and targets."""
         generated = batch_output.get("generated")
         outputs = logits_of(batch_output["model_outputs"]) if generated is None else generated

@@ -66,6 +66,10 @@ class TrainerLoop(EvaluationLoop):
                 if run.evaluation.unfinished == "epoch":  # the run was stopped during the evaluation at an epoch's end
                     resuming.apply_restored_rng(run)
                     self._finish_epoch(ended=False)
+                if settings.resume_from is not None and agreement.limits.reached(state.clock):
+                    self.print(
+                        "Nothing is left to train: this run has reached its end. Set a later one, such as num_epochs, to continue."
+                    )
                 while not agreement.limits.reached(state.clock):
                     if self._run_epoch():
                         break

@@ -51,7 +51,7 @@ class RunHistory(ABC):
         """Return the names of all recorded metrics."""
 
     @abstractmethod
-    def get_metric_values(self, metric_name: str) -> Iterable[Any]:
+    def get_metric_values(self, metric_name: str) -> list[Any]:
         """Return all values of a metric, oldest first."""
 
     @abstractmethod
@@ -108,7 +108,7 @@ class RunHistory(ABC):
 
     def _num_values(self, metric_name: str) -> int:
         """Return how many values a metric has."""
-        return len(list(self.get_metric_values(metric_name))) if metric_name in self.get_metric_names() else 0
+        return len(self.get_metric_values(metric_name)) if metric_name in self.get_metric_names() else 0
 
     def _counts(self) -> dict[str, int]:
         """Return how many values each metric has."""

@@ -286,7 +286,7 @@ def parse_time(name: str, value: TimeLike, unit: TimeUnit = TimeUnit.EPOCH) -> T
     try:
         time = ensure_time(value, unit)
     except (ValueError, TypeError, OverflowError) as error:
-        raise ConfigError(f"{name}={value!r}: {error}") from error
+        raise ConfigError(f"{name}={value!r}: {error}") from None
     if abs(time.value) > LARGEST_COUNT:
         raise ConfigError(f"{name}={value!r}: expected at most {LARGEST_COUNT:.0e}.")
     return time

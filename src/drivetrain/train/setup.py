@@ -43,6 +43,7 @@ from drivetrain.train.items import LossCounting
 from drivetrain.train.joint_step import loss_graph_of
 from drivetrain.train.logbook import StepLosses
 from drivetrain.train.run import Run
+from drivetrain.train.signatures import check_hooks
 
 if TYPE_CHECKING:
     from drivetrain.train.trainer import Trainer
@@ -57,6 +58,7 @@ def prepare_run(
     arguments.check_model(state.model, state.loss_fn, trains=True)
     arguments.check_loss_func(state.loss_fn, trainer.optimizer)
     arguments.check_optimizer(state, strict=trainer.strict)
+    check_hooks(trainer)
     check_generates(trainer, run.generate)
     prepare_folder_for(settings, run.shared.own_folders, until_end)
     if isinstance(state.model, nn.Module):
@@ -312,8 +314,7 @@ def check_eval_loader(loader: object) -> None:
         raise ValueError("the evaluation loader has no batches on this process. Use a smaller batch size.")
     warn(
         f"the evaluation loader ({type(loader).__name__}) was built by the user and is not split over the "
-        f"{num_data_ranks()} data ranks: each evaluates all of it.",
-        stacklevel=3,
+        f"{num_data_ranks()} data ranks: each evaluates all of it."
     )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from drivetrain.core.errors import BatchOutputError, ConfigError, warn
+from drivetrain.core.errors import BatchOutputError, ConfigError, unknown_name, warn
 from drivetrain.core.types import StateDict
 from drivetrain.module.accumulation import Count
 from drivetrain.runtime.collectives import all_gather_values, broadcast_from_master
@@ -284,7 +284,8 @@ class MetricWatch:
         names = self._names if trainer.evaluates_inside_epochs else self._names[:1]
         recorded = [name for name in names if name in history.get_metric_names()]
         if not recorded and not inside_epoch and not _awaits_first_evaluation(trainer, self.metric):
-            history.get_latest_metric(self.metric)  # raises, with the recorded names
+            recorded_names = [*history.get_metric_names()]
+            raise ValueError(unknown_name("metric", self.metric, recorded_names, where="watched in the run history"))
         for name in recorded:
             count = history._num_values(name)
             if count != self._num_seen.get(name, 0):
@@ -396,7 +397,7 @@ class MetricSet:
     @torch.no_grad()
     def update(self, outputs: object, targets: object, batch_size: int) -> None:
         """Add a batch."""
-        for metric in self._stateful.values():
+        for name, metric in self._stateful.items():  # noqa: B007 -- the note of an error names it
             metric.update(outputs, targets)
         for name, function in self._plain.items():
             value = function(outputs, targets)
@@ -441,7 +442,7 @@ class MetricSet:
     def compute(self) -> dict[str, float]:
         """Return every metric over all batches of all ranks. Each rank must call this."""
         values: dict[str, float] = {}
-        for name, metric in self._stateful.items():
+        for name, metric in self._stateful.items():  # noqa: B007 -- the note of an error names it
             _flatten(name, metric.compute(), values)
         values.update(reduce_means(self._means))
         return values

@@ -24,7 +24,6 @@ from drivetrain.core.plugin import Plugin
 from drivetrain.core.time import Time
 from drivetrain.core.types import Settings, StateDict
 from drivetrain.data.loader import SmartDataLoader
-from drivetrain.data.workers import ending_workers
 from drivetrain.module.finite import NonFinitePolicy
 from drivetrain.module.precision import Precision
 from drivetrain.runtime.device import as_current
@@ -52,6 +51,7 @@ from drivetrain.train.settings import (
     check_limit,
     replace_trainer_placeholder_values,
 )
+from drivetrain.train.signatures import missing_attribute, public
 from drivetrain.train.tracking import InMemoryRunHistory, MetricSet, RunHistory
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ class Trainer(TrainerLoop):
     2
     """
 
+    @public
     def __init__(
         self,
         model: object,
@@ -145,10 +146,8 @@ class Trainer(TrainerLoop):
         eval_dataloader: object = None,
         max_duration: int | str | Time | None = None,
         eval_interval: EvalInterval | None = None,
-        **unknown: object,
     ):
         given = locals()
-        arguments.reject_unknown(Trainer.__init__, unknown)
         arguments.check_constructor(given)
         options = self._options = TrainerOptions(
             device=device,
@@ -167,8 +166,7 @@ class Trainer(TrainerLoop):
             set_deterministic("strict" if deterministic is True else deterministic)
         if seed is not None:
             set_seed(seed)
-        with naming("device", device):
-            self.runtime = as_runtime(self._create_accelerator(), precision)
+        self.runtime = as_runtime(self._create_accelerator(), precision)
         optimizer = optimizer if optimizers is None else optimizers
         self.state = resuming.make_state(state, model, loss_func, optimizer, self.device, seed)
         self.state.precision = self.runtime.mixed_precision
@@ -193,6 +191,13 @@ class Trainer(TrainerLoop):
         with warnings_as_errors(strict):
             self.run.fire.init()
 
+    if not TYPE_CHECKING:  # a checker reports what is missing
+
+        def __getattr__(self, name: str) -> None:
+            if hasattr(type(self), name):
+                object.__getattribute__(self, name)  # a property of that name: its own error
+            raise missing_attribute(self, name)
+
     def __deepcopy__(self, memo: dict[int, object]) -> "Trainer":
         return setup.copy_trainer(self, memo)
 
@@ -214,7 +219,7 @@ class Trainer(TrainerLoop):
 
     # ------------------------------------------------------------------ the public methods
 
-    @ending_workers()
+    @public
     def train(
         self,
         train_dataset: object = None,
@@ -252,7 +257,6 @@ class Trainer(TrainerLoop):
         log_every: int | str | Time | None = 50,
         nonfinite: str | NonFinitePolicy = "skip",
         hang_timeout: int | float | str | Time | None = None,
-        **unknown: object,
     ) -> RunHistory:
         """Train until the first of `num_epochs`, `max_num_train_steps` and `max_duration` is reached. Return a copy of the history.
 
@@ -299,7 +303,6 @@ class Trainer(TrainerLoop):
             NonFiniteError: updates were not finite and the policy ends the run.
         """
         given, options = locals(), self._options
-        arguments.reject_unknown(Trainer.train, unknown)
         arguments.check_loader_arguments(
             collate_fn, train_dataloader_kwargs=train_dataloader_kwargs, eval_dataloader_kwargs=eval_dataloader_kwargs
         )
@@ -330,7 +333,7 @@ class Trainer(TrainerLoop):
         """Another name for `train`."""
         return self.train(*args, **kwargs)
 
-    @ending_workers()
+    @public
     def evaluate(
         self,
         dataset: object = None,
@@ -341,7 +344,6 @@ class Trainer(TrainerLoop):
         reset_run_history: bool = True,
         limit_batches: int | float | None = None,
         generate: Generate | None = None,
-        **unknown: object,
     ) -> dict[str, float]:
         """Evaluate once on a dataset, by default the last evaluation dataset, and return its metrics by name.
 
@@ -354,7 +356,6 @@ class Trainer(TrainerLoop):
             limit_batches: batches to evaluate, as a number or a fraction.
             generate: compute metrics of generated sequences; None uses the constructor's setting.
         """
-        arguments.reject_unknown(Trainer.evaluate, unknown)
         check_count("per_device_batch_size", per_device_batch_size)
         arguments.check_loader_arguments(collate_fn, dataloader_kwargs=dataloader_kwargs)
         check_flag("reset_run_history", reset_run_history)
@@ -380,7 +381,7 @@ class Trainer(TrainerLoop):
         new = [name for name, count in history._counts().items() if count > before.get(name, 0)]
         return {name: history.get_latest_metric(name) for name in new}
 
-    @ending_workers()
+    @public
     def predict(
         self,
         dataset: object,
@@ -392,7 +393,6 @@ class Trainer(TrainerLoop):
         to_cpu: bool = True,
         padding_value: float | None = None,
         generate: Generate = False,
-        **unknown: object,
     ) -> Any:
         """Return the model's outputs for a dataset, in its order, each sample once on any number of processes.
 
@@ -408,7 +408,6 @@ class Trainer(TrainerLoop):
             padding_value: pad rows of different shapes with it instead of returning a list.
             generate: return generated sequences, padded with the model's padding token where its configuration names one.
         """
-        arguments.reject_unknown(Trainer.predict, unknown)
         check_count("per_device_batch_size", per_device_batch_size)
         arguments.check_loader_arguments(collate_fn, dataloader_kwargs=dataloader_kwargs)
         check_flag("to_cpu", to_cpu)
@@ -519,6 +518,8 @@ class Trainer(TrainerLoop):
         arguments.check_dataset(name, data)
         if loaders.is_ready_loader(data):
             arguments.reject_unused(name, data, kwargs_name, given, self.collate_fn if phase == "train" else None)
+            if phase == "train" and (self.eval_dataset is None or loaders.is_ready_loader(self.eval_dataset)):
+                arguments.warn_of_batch_size(data, batch_size)
             return data
         kwargs = loaders.merge_kwargs(data, defaults(batch_size), given)
         setattr(self.run.data, f"{phase}_kwargs", kwargs)

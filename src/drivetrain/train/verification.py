@@ -139,7 +139,7 @@ def _run(
     finally:
         handler.callbacks = [callback for callback in handler if callback is not rates]
     history = trainer.run_history
-    values = {name: list(history.get_metric_values(name)) for name in history.get_metric_names()}
+    values = {name: history.get_metric_values(name) for name in history.get_metric_names()}
     return _flatten(
         {
             "model": clean_state_dict(trainer.model),

@@ -7,7 +7,6 @@ learning rate here. Steps are torch's own, with its foreach and fused kernels.
 
 import inspect
 import math
-import warnings
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from drivetrain.core.arguments import check_flag, check_numbers
-from drivetrain.core.errors import DrivetrainWarning
+from drivetrain.core.errors import warn
 from drivetrain.core.types import StateDict
 from drivetrain.optim.optimizers import stepping
 from drivetrain.optim.optimizers.stepping import Closure, ParamGroup
@@ -116,11 +115,9 @@ class DecoupledSGDW(_ScheduledDecay, SGD):
 
 def _warn_of_large_decay(name: str, weight_decay: float) -> None:
     if weight_decay >= _LARGE_DECAY:
-        warnings.warn(
+        warn(
             f"{name}(weight_decay={weight_decay}): this optimizer does not multiply the decay by the learning rate, so this shrinks "
-            f"weights by {weight_decay:.2g} in every full-rate step. A value for torch's AdamW must be multiplied by its learning rate.",
-            DrivetrainWarning,
-            stacklevel=3,
+            f"weights by {weight_decay:.2g} in every full-rate step. A value for torch's AdamW must be multiplied by its learning rate."
         )
 
 

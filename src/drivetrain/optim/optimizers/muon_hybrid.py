@@ -7,7 +7,6 @@ one schedule drives both rates and keeps their ratio.
 
 import fnmatch
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from drivetrain.core.arguments import check_choice, check_counts, check_flag, check_numbers
-from drivetrain.core.errors import ConfigError, DrivetrainWarning
+from drivetrain.core.errors import ConfigError, warn
 from drivetrain.module.distributed_tensors import is_dtensor, like_sharded, local_part
 from drivetrain.module.params import muon_groups
 from drivetrain.optim.optimizers import stepping
@@ -222,11 +221,9 @@ class MuonHybrid(Optimizer):
             return [(bool(muon), members)]
         patterns = options.get("adam_match", self.defaults["adam_match"])
         if patterns and any(isinstance(one, Tensor) and one.ndim >= 2 for one in members):
-            warnings.warn(
+            warn(
                 "MuonHybrid was given parameters without names, so embeddings and heads cannot be found among them: all matrices "
-                "go to Muon. Give it the model or model.named_parameters(), or set adam_match=() if this is intended.",
-                DrivetrainWarning,
-                stacklevel=5,
+                "go to Muon. Give it the model or model.named_parameters(), or set adam_match=() if this is intended."
             )
         hidden = [_is_matrix(one) and not _is_named(one, patterns) for one in members]
         return [(side, [one for one, is_hidden in zip(members, hidden) if is_hidden is side]) for side in (True, False)]

@@ -6,7 +6,6 @@ weights are kept aside until then, so that `train()` goes on from exactly the y 
 """
 
 import math
-import warnings
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from drivetrain.core.arguments import check_counts, check_number, check_numbers
-from drivetrain.core.errors import ConfigError, DrivetrainWarning
+from drivetrain.core.errors import ConfigError, warn
 from drivetrain.optim.optimizers import stepping
 from drivetrain.optim.optimizers.stepping import Closure, ParamGroup
 
@@ -120,11 +119,9 @@ class _ScheduleFree(Optimizer):
         lr = group["lr"] * (min(1.0, group["k"] / warmup) if warmup else 1.0)
         if lr < group["lr_max"] and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"{type(self).__name__}: the learning rate falls from {group['lr_max']:g} to {lr:g}. The average replaces a decaying "
-                "schedule; use a constant rate, with warmup_steps if needed.",
-                DrivetrainWarning,
-                stacklevel=4,
+                "schedule; use a constant rate, with warmup_steps if needed."
             )
         group["lr_max"] = max(group["lr_max"], lr)
         weight = group["k"] ** group["r"] * group["lr_max"] ** group["weight_lr_power"]

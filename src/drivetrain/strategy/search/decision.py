@@ -1,12 +1,11 @@
 """The end of a search: the chosen plan, and everything that is reported about it."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from drivetrain.core.display import format_bytes, format_duration
-from drivetrain.core.errors import DrivetrainWarning
+from drivetrain.core.errors import warn
 from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.strategy.registry import mesh_method
 from drivetrain.strategy.search.candidates import Candidate
@@ -199,7 +198,7 @@ def plain_plan(cause: str, failed: Strategy | None = None) -> Strategy:
         text = (
             f"The search found no plan, so the model trains without one: {cause} strict=True raises an error instead."
         )
-        warnings.warn(text, DrivetrainWarning, stacklevel=2)
+        warn(text)
     methods = [mesh_method().name] if get_num_processes() > 1 else []
     rejected, search = ((), None) if failed is None else (failed.rejected, failed.search)
     reason = f"search: no plan was found, so nothing is changed: {cause}"

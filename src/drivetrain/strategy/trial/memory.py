@@ -6,7 +6,6 @@ when another process is killed; then only a process that held much of the memory
 """
 
 import sys
-import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from drivetrain.core.display import format_bytes
-from drivetrain.core.errors import DrivetrainWarning
+from drivetrain.core.errors import warn
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
@@ -143,11 +142,9 @@ def watch_memory(app: "Application", plan: "Strategy") -> None:
         handle.remove()
         real = torch.cuda.max_memory_allocated(app.device)
         if real > predicted * (1 + SURPRISE):
-            warnings.warn(
+            warn(
                 f"the plan was predicted to need {format_bytes(predicted)} for tensors, and two updates took {format_bytes(real)}. "
-                "Inputs that are larger than the samples of the search would explain it.",
-                DrivetrainWarning,
-                stacklevel=2,
+                "Inputs that are larger than the samples of the search would explain it."
             )
 
     handle = inner.register_step_post_hook(look)

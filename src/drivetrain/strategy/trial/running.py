@@ -14,7 +14,6 @@ import socket
 import sys
 import tempfile
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from drivetrain.core.errors import ConfigError, DrivetrainWarning
+from drivetrain.core.errors import ConfigError, warn
 from drivetrain.runtime.collectives import all_gather_values, broadcast_from_master
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.ranks import get_local_rank, get_num_processes, get_rank, is_distributed, is_master
@@ -147,7 +146,7 @@ class TrialPool(AbstractContextManager["TrialPool"]):
         if cause.error_class not in ("Unsendable", "Start", "NoGuard"):
             return result
         if cause.error_class == "NoGuard" and is_master():
-            warnings.warn(f"Plans cannot be tried in new processes: {cause.message}", DrivetrainWarning, stacklevel=2)
+            warn(f"Plans cannot be tried in new processes: {cause.message}")
         if self._can_fork():
             self._forked = cause.message
             return self.obstacle(deadline)

@@ -130,7 +130,7 @@ class SaveTrainingStateCallback(TrainerCallback):
                 check_count(name, getattr(self, name), hint=", or None")
         if self.save_every_n_epochs is None and self.save_every_n_steps is None and not self.save_at_end:
             text = "SaveTrainingStateCallback saves nothing: give save_every_n_epochs, save_every_n_steps or save_at_end=True."
-            warn(text, stacklevel=3)
+            warn(text)
         self.save_dir, self._saved_checkpoints = Path(self.save_dir), list[Path]()
 
     def on_train_step_start(self, trainer: "Trainer", **kwargs: object) -> None:

@@ -1,0 +1,101 @@
+"""What users call and what they override: unknown keywords and attributes, and hooks that the loop could not call.
+
+A wrong name raises before the first step, with what to write instead: another library's name has its counterpart in a table
+(`compat`), any other the nearest of ours.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from drivetrain.core.errors import ConfigTypeError, did_you_mean, nearest_name, warn
+from drivetrain.core.lazy import Slot
+from drivetrain.data.workers import ending_workers
+from drivetrain.train.hooks import TrainerHooks
+
+if TYPE_CHECKING:
+    from drivetrain.train.trainer import Trainer
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+FOREIGN_ARGUMENTS: Slot[Mapping[str, str]] = Slot("train.foreign_arguments")
+"""What to write instead of an argument of another library's trainer."""
+FOREIGN_METHODS: Slot[Mapping[str, str]] = Slot("train.foreign_methods")
+"""The same for methods and attributes of its trainers, and for methods that its users override."""
+_NO_HOOKS = ("forward", "generate", "gather", "get_model", "log", "print", "request_stop")
+
+
+def public(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate what users call: an unknown keyword raises, and worker processes end with the call.
+
+    Checkers and editors see the signature of the function itself.
+    """
+    valid = [*inspect.signature(function).parameters][1:]  # without self
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in kwargs:
+            if name not in valid:
+                raise TypeError(_unknown_keyword(function.__name__, name, valid))
+        with ending_workers():
+            return function(*args, **kwargs)
+
+    return checked
+
+
+def _unknown_keyword(function: str, name: str, valid: Sequence[str]) -> str:
+    instead = FOREIGN_ARGUMENTS.load().get(name)
+    if function in ("evaluate", "predict"):  # the table is about the constructor and train()
+        near = {"batch_size": "per_device_batch_size", "num_workers": "dataloader_kwargs"}.get(name)
+        instead = None if near is None else f"{function}({near}=...)"
+    title = "Trainer" if function == "__init__" else f"Trainer.{function}"
+    hint = f" Write instead: {instead}." if instead else did_you_mean(name, valid) or f" Arguments: {', '.join(valid)}."
+    return f"{title}() got an unexpected keyword argument {name!r}.{hint}"
+
+
+def missing_attribute(trainer: "Trainer", name: str) -> AttributeError:
+    """Return the error for an attribute that a Trainer does not have."""
+    kind = type(trainer)
+    if "_options" not in vars(trainer):
+        return AttributeError(
+            f"{kind.__name__} has no {name!r} yet: Trainer.__init__ has not run. Call super().__init__(model, loss_func, optimizer, ...) "
+            f"first in {kind.__name__}.__init__."
+        )
+    instead = FOREIGN_METHODS.load().get(name)
+    hint = f" Write instead: {instead}." if instead else did_you_mean(name, [n for n in dir(kind) if n[0] != "_"])
+    return AttributeError(f"{kind.__name__!r} object has no attribute {name!r}.{hint}")
+
+
+def check_hooks(trainer: "Trainer") -> None:
+    """Reject hooks that cannot be called as the loop calls them. Warn about methods that look like hooks, and that nothing calls."""
+    kind = type(trainer)
+    hooks = {
+        n: f for n, f in vars(TrainerHooks).items() if n[0] != "_" and inspect.isfunction(f) and n not in _NO_HOOKS
+    }
+    for name, hook in hooks.items():
+        if not trainer.overrides(name) or name == "create_scheduler":  # which may also take the optimizer
+            continue
+        passed = [*inspect.signature(hook).parameters][1:]
+        problem, signature = "", inspect.signature(getattr(trainer, name))
+        try:
+            signature.bind(*passed)
+        except TypeError as error:
+            problem = str(error)
+        if name == "compute_loss" and "inputs" in signature.parameters:
+            problem = "it gets outputs and targets"
+        if problem:
+            instead = FOREIGN_METHODS.load().get(name)
+            raise ConfigTypeError(
+                f"{kind.__name__}.{name}{signature} does not fit its call, self.{name}({', '.join(passed)}): {problem}."
+                + (f" Write instead: {instead}." if instead else "")
+            )
+    base = next(index for index, cls in enumerate(kind.__mro__) if cls.__module__.startswith("drivetrain."))
+    own = {name: item for cls in kind.__mro__[:base] for name, item in vars(cls).items() if inspect.isfunction(item)}
+    called = {word for function in own.values() for word in function.__code__.co_names}
+    for name in own.keys() - called - set(dir(kind.__mro__[base])):
+        instead, near = FOREIGN_METHODS.load().get(name), nearest_name(name, hooks, cutoff=0.9)
+        if instead or near:
+            hint = f"Write instead: {instead}." if instead else f"Did you mean {near!r}?"
+            warn(f"{kind.__name__}.{name} is not a method that the Trainer calls. {hint}")

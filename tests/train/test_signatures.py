@@ -1,0 +1,153 @@
+"""Names that users write and the Trainer does not have, and hooks that it could not call."""
+
+import inspect
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from drivetrain import Trainer
+from drivetrain.compat.trainer_arguments import INSTEAD, INSTEAD_OF_METHOD
+from drivetrain.core.errors import ConfigTypeError, DrivetrainWarning
+
+DATA = TensorDataset(torch.randn(16, 4), torch.randint(0, 2, (16,)))
+
+
+def make(kind=Trainer, **kwargs):
+    model = nn.Linear(4, 2)
+    return kind(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=(), **kwargs)
+
+
+@pytest.mark.parametrize("name", ["__init__", "train", "evaluate", "predict"])
+def test_checkers_and_help_see_the_arguments_and_no_catch_all(name):
+    parameters = inspect.signature(getattr(Trainer, name)).parameters.values()
+    assert len(parameters) > 5 and not any(p.kind is p.VAR_KEYWORD for p in parameters)
+    assert inspect.signature(Trainer).parameters["model"].annotation is object
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+def test_an_unknown_keyword_of_an_evaluation_names_arguments_of_that_method(method):
+    with pytest.raises(TypeError, match=rf"Write instead: {method}\(per_device_batch_size=...\)\.$"):
+        getattr(make(), method)(DATA, batch_size=4)
+    with pytest.raises(TypeError, match="Did you mean 'collate_fn'"):
+        getattr(make(), method)(DATA, collate=4)
+
+
+def test_a_forgotten_call_of_the_constructor_is_named():
+    class Forgetful(Trainer):
+        def __init__(self, model):
+            self.extra = model
+
+    class Late(Trainer):
+        def __init__(self, model):
+            self.model = model
+            super().__init__(model)
+
+    with pytest.raises(AttributeError, match=r"Trainer.__init__ has not run. Call super\(\).__init__"):
+        Forgetful(nn.Linear(2, 2)).train(DATA, num_epochs=1)
+    with pytest.raises(AttributeError, match="first in Late.__init__"):
+        Late(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("run_histroy", "Did you mean 'run_history'"),
+        ("validate", r"evaluate\(dataset\)"),
+        ("global_step", "state.timestamp.step"),
+    ],
+)
+def test_a_missing_attribute_names_what_to_write_instead(name, hint):
+    with pytest.raises(AttributeError, match=rf"'Trainer' object has no attribute '{name}'.*{hint}"):
+        getattr(make(), name)
+    assert not hasattr(make(), name)
+
+
+def test_a_property_of_a_subclass_keeps_its_own_error():
+    class Broken(Trainer):
+        @property
+        def size(self):
+            return self.model.no_such_layer
+
+    with pytest.raises(AttributeError, match="no attribute 'no_such_layer'"):
+        make(Broken).size
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (lambda self, batch, batch_idx: None, "calculate_train_batch_loss(batch, batch_idx) does not fit its call"),
+        (lambda self: None, "self.calculate_train_batch_loss(batch): too many positional arguments"),
+    ],
+)
+def test_a_hook_with_other_arguments_is_rejected_before_the_first_step(hook, message):
+    kind = type("Mine", (Trainer,), {"calculate_train_batch_loss": hook})
+    with pytest.raises(ConfigTypeError, match=re.escape(message)):
+        make(kind).train(DATA, num_epochs=1)
+
+
+def test_a_hook_at_the_end_of_the_run_is_checked_before_it_begins():
+    class Outputs(Trainer):
+        def eval_epoch_end(self, outputs):
+            raise AssertionError
+
+    trainer = make(Outputs)
+    with pytest.raises(ConfigTypeError, match="missing a required argument: 'outputs'"):
+        trainer.train(DATA, num_epochs=1, eval_dataset=DATA)
+    assert trainer.state.timestamp.batch == 0
+
+
+def test_the_loss_hook_of_transformers_is_recognised():
+    class FromTransformers(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False):
+            raise AssertionError
+
+    with pytest.raises(ConfigTypeError, match="it gets outputs and targets. Write instead: calculate_train_batch_loss"):
+        make(FromTransformers).train(DATA, num_epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("training_step", "calculate_train_batch_loss"),
+        ("calculate_train_batch_los", "Did you mean"),
+        ("on_train_epoch_end", "train_epoch_end"),
+    ],
+)
+def test_a_method_that_looks_like_a_hook_and_is_never_called_warns(name, hint):
+    kind = type("Mine", (Trainer,), {name: lambda self, *args: None})
+    with pytest.warns(DrivetrainWarning, match=f"Mine.{name} is not a method that the Trainer calls.*{hint}"):
+        make(kind).train(DATA, num_epochs=1)
+
+
+def test_methods_that_the_subclass_calls_itself_do_not_warn():
+    class Own(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            return self.training_step(batch)
+
+        def training_step(self, batch):
+            return super().calculate_train_batch_loss(batch)
+
+        def train_epoch(self):
+            """A name of the user's own, not so close to a hook."""
+
+        def create_scheduler(self, optimizer=None):
+            return super().create_scheduler()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(Own).train(DATA, num_epochs=1)
+
+
+def test_the_tables_name_nothing_that_the_trainer_has():
+    """Their text is shown only for unknown names, but for hooks that have the name of another library's."""
+    trainer = make()
+    assert [name for name in INSTEAD_OF_METHOD if hasattr(trainer, name)] == ["compute_loss"]
+    assert not INSTEAD.keys() & inspect.signature(Trainer.train).parameters.keys() - {
+        "train_dataset",
+        "eval_dataset",
+        "max_grad_norm",
+    }
