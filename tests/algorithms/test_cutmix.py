@@ -111,6 +111,27 @@ def test_segmentation_targets_are_pasted_on_a_copy():
         run(CutMix(interpolate_loss=True), make_state((x, y), loss_fn=nn.CrossEntropyLoss()), Event.BEFORE_FORWARD)
 
 
+def test_masks_among_several_targets_are_pasted_and_labels_mixed():
+    x, mask, label = torch.randn(3, 2, 8, 8), torch.randint(0, 3, (3, 8, 8)), torch.tensor([0, 1, 2])
+    outputs = [torch.randn(3, 3, 8, 8), torch.randn(3, 3)]
+    state = make_state((x, mask, label), model=ConvNet(), loss_fn=nn.CrossEntropyLoss(), outputs=outputs)
+    algorithm = CutMix(target_key=[1, 2])
+    run(algorithm, state, Event.BEFORE_FORWARD, Event.BEFORE_LOSS)
+    (top, left, bottom, right), index, own = algorithm._bbox, algorithm._index, algorithm._own_weight
+    expected, dense = mask.clone(), torch.eye(3)
+    expected[:, top:bottom, left:right] = mask[index][:, top:bottom, left:right]
+    assert torch.equal(state.batch[1], expected)
+    torch.testing.assert_close(state.batch[2], own * dense + (1 - own) * dense[index])
+    both = CutMix(interpolate_loss=True, target_key=[1, 2])
+    with pytest.raises(ValueError, match="interpolate_loss"):
+        run(both, make_state((x, mask, label), loss_fn=nn.CrossEntropyLoss()), Event.BEFORE_FORWARD)
+
+
+def test_images_of_two_sizes_have_no_common_box():
+    with pytest.raises(TypeError, match=r"\(2, 3, 8, 8\) and \(2, 3, 4, 4\)"):
+        cutmix_batch([torch.zeros(2, 3, 8, 8), torch.zeros(2, 3, 4, 4)], torch.arange(2))
+
+
 def test_inputs_that_are_no_images_are_refused():
     with pytest.raises(TypeError, match=r"images.*\(4, 6\)"):
         train(conv_trainer(CutMix(input_key=[0])), [(torch.zeros(6), 0)] * 4, per_device_batch_size=4)

@@ -46,6 +46,12 @@ def test_a_run_trains_on_moved_images_and_repeats_itself():
     assert 10 < sum(not torch.equal(a, b) for a, b in zip(original, moved)) <= 24
 
 
+def test_several_inputs_are_moved_alike():
+    x = torch.randn(4, 3, 8, 8)
+    first, second = translate_batch([x, x], 3)
+    assert torch.equal(first, second) and not torch.equal(first, x)
+
+
 def test_a_shift_larger_than_the_image_is_refused():
     with pytest.raises(ValueError, match="sides above 8"):
         translate_batch(torch.zeros(2, 3, 8, 8), 8)

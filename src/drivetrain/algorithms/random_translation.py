@@ -7,11 +7,13 @@ borders and one gather for the whole batch, as in Jordan's airbench (2024, arXiv
 import torch
 from torch import Tensor
 
-from drivetrain.algorithms.utils.parts import Generator, check_images, device_of, first_tensor, map_tensors
+from drivetrain.algorithms.utils.parts import Generator, device_of, first_image, map_tensors
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
 from drivetrain.core import Algorithm, ConfigError, Event, Logger
 from drivetrain.core.arguments import check_counts
+from drivetrain.core.containers import leaves
+from drivetrain.core.types import Batch
 
 
 def translate(x: Tensor, down: Tensor, right: Tensor) -> Tensor:
@@ -34,17 +36,19 @@ def reflected(position: Tensor, size: int) -> Tensor:
     return (size - 1) - ((size - 1) - position.abs()).abs()
 
 
-def translate_batch(x: Tensor, pixels: int = 2, *, generator: Generator = None) -> Tensor:
-    """Return images (N, C, H, W), each moved by up to `pixels` in both directions, at random."""
+def translate_batch(x: object, pixels: int = 2, *, generator: Generator = None) -> Batch:
+    """Return images (N, C, H, W), each moved by up to `pixels` in both directions, at random; several tensors alike."""
     check_counts("translate_batch", 0, pixels=pixels)
-    check_images(x, "RandomTranslation")
-    if x.ndim != 4 or pixels >= min(x.shape[-2:]):
-        raise ConfigError(
-            f"RandomTranslation(pixels={pixels}): the images have shape {tuple(x.shape)}; expected (N, C, H, W) with sides above {pixels}."
-        )
-    shifts = torch.randint(-pixels, pixels + 1, (2, len(x)), generator=generator, device=device_of(generator))
-    down, right = shifts.to(x.device, non_blocking=True)
-    return translate(x, down, right)
+    first = first_image(x, "RandomTranslation", same_size=False)
+    for images in leaves(x, Tensor):
+        if images.ndim != 4 or pixels >= min(images.shape[-2:]):
+            raise ConfigError(
+                f"RandomTranslation(pixels={pixels}): the images have shape {tuple(images.shape)}; expected (N, C, H, W) with sides above "
+                f"{pixels}."
+            )
+    shifts = torch.randint(-pixels, pixels + 1, (2, len(first)), generator=generator, device=device_of(generator))
+    down, right = shifts.to(first.device, non_blocking=True)
+    return map_tensors(lambda images: translate(images, down, right), x)
 
 
 class RandomTranslation(Algorithm):
@@ -60,7 +64,5 @@ class RandomTranslation(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         images = state.batch_get_item(self.input_key)
-        first_tensor(images, str(self))
-        generator = state.rng(type(self).__name__)
-        moved = map_tensors(lambda x: translate_batch(x, self.pixels, generator=generator), images)
+        moved = translate_batch(images, self.pixels, generator=state.rng(type(self).__name__))
         state.batch_set_item(self.input_key, moved)

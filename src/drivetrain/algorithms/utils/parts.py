@@ -54,6 +54,19 @@ def check_images(x: object, who: str) -> None:
         raise ConfigTypeError(f"{who} works on images, (N, C, H, W) or (C, H, W); got {shape}. Give another input_key.")
 
 
+def first_image(part: object, who: str, *, same_size: bool = True) -> Tensor:
+    """Return the first of a part's images, which all have its height and width unless `same_size` is off."""
+    first = first_tensor(part, who)
+    for image in leaves(part, Tensor):
+        check_images(image, who)
+        if same_size and image.shape[-2:] != first.shape[-2:]:
+            raise ConfigTypeError(
+                f"{who} changes several images alike, and they have shapes {tuple(first.shape)} and {tuple(image.shape)}. Give images of "
+                "one height and width, or another input_key."
+            )
+    return first
+
+
 def check_floating(x: Tensor, who: str) -> None:
     """Reject whole numbers where values are mixed: half of a token id is not a token id."""
     if not x.is_floating_point():
