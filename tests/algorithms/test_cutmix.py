@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from drivetrain.algorithms.cutmix import CutMix, cutmix, cutmix_batch
 from drivetrain.algorithms.mixup import MixUp
-from drivetrain.core.errors import PluginConflictError
+from drivetrain.core.errors import NoEffectWarning, PluginConflictError
 from drivetrain.core.event import Event
 from drivetrain.core.one_of import OneOf
 from tests.algorithms.tasks import ConvNet, conv_trainer, image_data, make_state, run, train
@@ -125,6 +125,11 @@ def test_masks_among_several_targets_are_pasted_and_labels_mixed():
     both = CutMix(interpolate_loss=True, target_key=[1, 2])
     with pytest.raises(ValueError, match="interpolate_loss"):
         run(both, make_state((x, mask, label), loss_fn=nn.CrossEntropyLoss()), Event.BEFORE_FORWARD)
+
+
+def test_a_signal_taken_for_images_warns():
+    with pytest.warns(NoEffectWarning, match=r"CutMix changes nothing.*\(4, 2, 33\)"):
+        cutmix_batch(torch.zeros(4, 2, 33), torch.arange(4), alpha=1.0)
 
 
 def test_images_of_two_sizes_have_no_common_box():

@@ -8,7 +8,15 @@ from torch import Tensor
 from drivetrain.algorithms.mixup import dense_targets
 from drivetrain.algorithms.utils import parts
 from drivetrain.algorithms.utils.losses import PairMixing
-from drivetrain.algorithms.utils.parts import Box, Generator, first_image, is_image_like, map_tensors, take_rows
+from drivetrain.algorithms.utils.parts import (
+    Box,
+    Generator,
+    first_image,
+    is_image_like,
+    map_tensors,
+    take_rows,
+    warn_of_small_sides,
+)
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_fraction, check_numbers
@@ -56,6 +64,8 @@ def _draw_cut(image: Tensor, length: float | None, alpha: float, uniform: bool, 
         side = check_fraction("length", length, owner="cutmix_batch")
     else:
         side = math.sqrt(1 - parts.draw_beta(alpha, generator)) if alpha > 0 else 0.0
+    if side and min(height, width) < 3:
+        warn_of_small_sides(image, "CutMix")
     if side == 0:
         return (0, 0, 0, 0)
     return parts.draw_box((height, width), (int(height * side), int(width * side)), uniform, generator)
