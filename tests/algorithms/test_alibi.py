@@ -11,6 +11,7 @@ from drivetrain.algorithms.alibi import Alibi, AlibiBias, alibi_slopes, apply_al
 from drivetrain.algorithms.alibi.algorithm import scale_sequences
 from drivetrain.algorithms.stochastic_depth import apply_stochastic_depth
 from drivetrain.compat.composer_types import _attn, enlarge_mask
+from drivetrain.core.errors import NoEffectWarning
 from drivetrain.train.trainer import Trainer
 from drivetrain.train.verification import verify_resume
 from tests.algorithms.surgery_models import Attention, TextNet
@@ -339,3 +340,13 @@ def test_blocks_that_are_skipped_in_the_first_pass_are_checked_later():
     for _ in range(8):
         model(torch.randn(2, 4, 8))
     assert not model._forward_hooks  # by then every layer has run, and the check is over
+
+
+def test_batches_keep_their_length_where_no_attention_was_found():
+    model = nn.Sequential(nn.Embedding(16, 4), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(NoEffectWarning, match="no supported attention"):
+        trainer = Trainer(model, nn.CrossEntropyLoss(), optimizer, (), algorithms=[Alibi(32, 0.5)])
+    trainer.state.batch = batch = (torch.zeros(2, 8, dtype=torch.long), torch.zeros(2, 8, dtype=torch.long))
+    trainer.engine.run_event("after_dataloader")
+    assert trainer.state.batch is batch

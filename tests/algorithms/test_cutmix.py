@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from drivetrain.algorithms.cutmix import CutMix, cutmix, cutmix_batch
 from drivetrain.algorithms.mixup import MixUp
-from drivetrain.core.errors import PluginConflictError
+from drivetrain.core.errors import NoEffectWarning, PluginConflictError
 from drivetrain.core.event import Event
 from drivetrain.core.one_of import OneOf
 from tests.algorithms.tasks import ConvNet, conv_trainer, image_data, make_state, run, train
@@ -109,6 +109,32 @@ def test_segmentation_targets_are_pasted_on_a_copy():
     assert torch.equal(state.batch[1], expected) and torch.equal(y, before)
     with pytest.raises(ValueError, match="interpolate_loss"):
         run(CutMix(interpolate_loss=True), make_state((x, y), loss_fn=nn.CrossEntropyLoss()), Event.BEFORE_FORWARD)
+
+
+def test_masks_among_several_targets_are_pasted_and_labels_mixed():
+    x, mask, label = torch.randn(3, 2, 8, 8), torch.randint(0, 3, (3, 8, 8)), torch.tensor([0, 1, 2])
+    outputs = [torch.randn(3, 3, 8, 8), torch.randn(3, 3)]
+    state = make_state((x, mask, label), model=ConvNet(), loss_fn=nn.CrossEntropyLoss(), outputs=outputs)
+    algorithm = CutMix(target_key=[1, 2])
+    run(algorithm, state, Event.BEFORE_FORWARD, Event.BEFORE_LOSS)
+    (top, left, bottom, right), index, own = algorithm._bbox, algorithm._index, algorithm._own_weight
+    expected, dense = mask.clone(), torch.eye(3)
+    expected[:, top:bottom, left:right] = mask[index][:, top:bottom, left:right]
+    assert torch.equal(state.batch[1], expected)
+    torch.testing.assert_close(state.batch[2], own * dense + (1 - own) * dense[index])
+    both = CutMix(interpolate_loss=True, target_key=[1, 2])
+    with pytest.raises(ValueError, match="interpolate_loss"):
+        run(both, make_state((x, mask, label), loss_fn=nn.CrossEntropyLoss()), Event.BEFORE_FORWARD)
+
+
+def test_a_signal_taken_for_images_warns():
+    with pytest.warns(NoEffectWarning, match=r"CutMix changes nothing.*\(4, 2, 33\)"):
+        cutmix_batch(torch.zeros(4, 2, 33), torch.arange(4), alpha=1.0)
+
+
+def test_images_of_two_sizes_have_no_common_box():
+    with pytest.raises(TypeError, match=r"\(2, 3, 8, 8\) and \(2, 3, 4, 4\)"):
+        cutmix_batch([torch.zeros(2, 3, 8, 8), torch.zeros(2, 3, 4, 4)], torch.arange(2))
 
 
 def test_inputs_that_are_no_images_are_refused():

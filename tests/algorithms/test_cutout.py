@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from drivetrain.algorithms.cutout import CutOut, cutout_batch
+from drivetrain.core.errors import NoEffectWarning
 from drivetrain.core.event import Event
 from tests.algorithms.tasks import make_state, run
 
@@ -24,6 +25,16 @@ def test_one_square_of_the_right_side_for_all_images(dtype):
         sizes.add((rows, columns))
     assert max(sizes) == (6, 6)  # int(12 * 0.5), unless clipped
     assert x.all()
+
+
+def test_a_signal_taken_for_images_warns():
+    with pytest.warns(NoEffectWarning, match=r"CutOut changes nothing.*\(4, 2, 33\)"):
+        cutout_batch(torch.zeros(4, 2, 33))
+
+
+def test_a_table_among_the_images_is_refused():
+    with pytest.raises(TypeError, match=r"images.*\(4, 6\)"):
+        cutout_batch([torch.zeros(4, 3, 8, 8), torch.zeros(4, 6)])
 
 
 def test_several_holes_cut_more():

@@ -101,6 +101,24 @@ def test_a_loss_of_indices_only_is_refused():
         train(conv_trainer(LabelSmoothing(), loss=nn.MultiMarginLoss()), image_data())
 
 
+@pytest.mark.parametrize(
+    ("logits", "targets", "text"),
+    [
+        (torch.zeros(2, 5, 7), torch.zeros(2, 5, dtype=torch.long), r"classes last: transpose\(1, -1\)"),
+        (torch.zeros(2, 1), torch.zeros(2), "float32 numbers, not class indices"),
+        (torch.zeros(2, 3), torch.zeros(3, dtype=torch.long), "do not fit"),
+    ],
+)
+def test_targets_that_are_not_classes_of_the_outputs_are_explained(logits, targets, text):
+    with pytest.raises(RuntimeError, match=text):
+        smooth_labels(logits, targets)
+
+
+def test_the_reason_why_a_loss_rejects_soft_targets_is_its_own():
+    with pytest.raises(PluginConflictError, match=r"rejects them: ignore_index is not supported.*marked by -100"):
+        train(conv_trainer(LabelSmoothing(), loss=nn.CrossEntropyLoss(ignore_index=1)), image_data())
+
+
 @pytest.mark.parametrize("smoothing", [-0.1, 1.5, None])
 def test_a_bad_rate_is_refused(smoothing):
     with pytest.raises(ValueError, match="smoothing"):

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from drivetrain.algorithms.layer_freezing import LayerFreezing, freeze_layers
+from drivetrain.algorithms.weight_standardization import apply_weight_standardization
 from drivetrain.core.event import Event
 from tests.algorithms.optimizer_tasks import conv_run
 from tests.algorithms.tasks import Log, Watch, image_data, train
@@ -82,3 +83,13 @@ def test_a_tied_weight_trains_as_long_as_the_last_layer():
     assert freeze_layers(model, optimizer, 1.0) == (2, 1.0)
     assert model[2].weight.requires_grad and not model[1].weight.requires_grad
     assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in model[2].parameters()}
+
+
+def test_a_parametrized_layer_is_frozen_as_one():
+    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.ReLU(), nn.Conv2d(3, 3, 1, bias=False), nn.Flatten(), nn.Linear(3, 2))
+    apply_weight_standardization(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert freeze_layers(model, optimizer, 0.5, freeze_start=0) == (1, 0.5)
+    names = [name for name, p in model.named_parameters() if not p.requires_grad]
+    assert names == ["0.bias", "0.parametrizations.weight.original"]
+    assert freeze_layers(model, optimizer, 1.0) == (2, 1.0) and len(optimizer.param_groups[0]["params"]) == 2

@@ -105,6 +105,17 @@ def test_soft_targets_for_the_loss_and_hard_ones_afterwards():
     assert state.batch[1] is y
 
 
+@pytest.mark.parametrize("shape", [(4,), (4, 1), (4, 2)])
+def test_numbers_to_predict_are_mixed_in_their_own_shape(shape):
+    x, y = torch.randn(4, 3, 4, 4), torch.randn(shape)
+    loss = lambda outputs, targets: F.mse_loss(outputs.view_as(targets), targets)
+    state = make_state((x, y), model=ConvNet(), loss_fn=loss, outputs=torch.randn(4, 2 if shape == (4, 2) else 1))
+    algorithm = MixUp(0.8)
+    run(algorithm, state, Event.BEFORE_FORWARD, Event.BEFORE_LOSS)
+    own, index = algorithm._own_weight, algorithm._index
+    torch.testing.assert_close(state.batch[1], own * y + (1 - own) * y[index])
+
+
 def test_interpolated_loss_equals_the_mix_of_both_losses():
     x, y = torch.randn(4, 3, 4, 4), torch.tensor([0, 1, 2, 1])
     state = make_state((x, y), model=ConvNet(), loss_fn=nn.CrossEntropyLoss())

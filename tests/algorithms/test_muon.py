@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from drivetrain.algorithms.muon import Muon
+from drivetrain.algorithms.schedule_free import ScheduleFree
+from drivetrain.algorithms.soap import SOAP
 from drivetrain.optim import MuonHybrid
 from drivetrain.train.trainer import Trainer
 from tests.algorithms.optimizer_tasks import conv_run
@@ -47,6 +49,24 @@ def test_the_split_is_explained_and_groups_keep_their_rates():
     assert [g["betas"] for g in others] == [(0.8, 0.9)] * 2 and [g["weight_decay"] for g in others] == [0.01, 0.5]
     text = muon.explain()
     assert "output head" in text and "embedding" in text
+
+
+@pytest.mark.parametrize("make", [Muon, SOAP, lambda: ScheduleFree("sgd", 0.1)])
+def test_a_replaced_optimizer_still_holds_frozen_weights_and_those_of_the_loss(make):
+    model, loss = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)), nn.CrossEntropyLoss()
+    loss.register_parameter("temperature", nn.Parameter(torch.ones(())))
+    model[0].requires_grad_(False)
+    everything = [*model.parameters(), *loss.parameters()]
+    trainer = Trainer(model, loss, torch.optim.SGD(everything, lr=0.1), (), algorithms=[make()])
+    held = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in held} == {id(p) for p in everything} and len(held) == len(everything)
+
+
+def test_a_model_whose_hidden_matrices_are_frozen_has_nothing_for_muon():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    model[:2].requires_grad_(False)
+    with pytest.raises(ValueError, match="no hidden matrix to train"):
+        Trainer(model, None, torch.optim.SGD(model.parameters(), lr=0.1), (), algorithms=[Muon()])
 
 
 def test_bad_settings_are_refused():

@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from drivetrain.algorithms.alternating_flip import AlternatingFlip
 from drivetrain.algorithms.random_translation import RandomTranslation, translate, translate_batch
+from drivetrain.core.errors import NotIntendedUseWarning
 from drivetrain.core.event import Event
-from tests.algorithms.tasks import Watch, conv_trainer, image_data, train
+from tests.algorithms.tasks import Watch, conv_trainer, image_data, make_state, run, train
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -44,6 +46,30 @@ def test_a_run_trains_on_moved_images_and_repeats_itself():
     assert torch.equal(*runs)
     original, moved = image_data().tensors[0], runs[0][:24]
     assert 10 < sum(not torch.equal(a, b) for a, b in zip(original, moved)) <= 24
+
+
+def test_several_inputs_are_moved_alike():
+    x = torch.randn(4, 3, 8, 8)
+    first, second = translate_batch([x, x], 3)
+    assert torch.equal(first, second) and not torch.equal(first, x)
+
+
+def test_masks_are_moved_with_their_images_if_named():
+    x = torch.rand(6, 1, 7, 9)
+    moved, mask = translate_batch([x, x[:, 0].mul(9).long()], 3)
+    assert torch.equal(moved[:, 0].mul(9).long(), mask) and not torch.equal(moved, x)
+
+
+@pytest.mark.parametrize("make", [RandomTranslation, AlternatingFlip])
+def test_masks_that_stay_behind_are_reported(make):
+    x, mask = torch.rand(4, 3, 8, 8), torch.randint(0, 3, (4, 8, 8))
+    state = make_state([x, mask])
+    state.sample_index = torch.arange(4)
+    with pytest.warns(NotIntendedUseWarning, match=r"\(4, 8, 8\).*input_key=\[0, 1\]"):
+        run(make(), state, Event.AFTER_DATALOADER)
+    state.batch = [x, mask]
+    run(make(input_key=[0, 1]), state, Event.AFTER_DATALOADER)
+    assert not torch.equal(state.batch[1], mask)
 
 
 def test_a_shift_larger_than_the_image_is_refused():

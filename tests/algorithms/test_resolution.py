@@ -35,6 +35,24 @@ def test_long_images_are_cropped_at_random():
     assert len(windows) > 5
 
 
+def test_several_inputs_are_cropped_alike():
+    x = torch.rand(2, 3, 12, 48)
+    for seed in range(5):
+        batch = run(Resolution(12, input_key=[0, 1]), make_state([x, x.clone()], seed=seed), Event.AFTER_DATALOADER)
+        assert torch.equal(batch[0], batch[1])
+
+
+def test_images_without_channels_and_videos_keep_their_dimensions():
+    x = torch.rand(2, 3, 4, 20, 20)
+    for part in (x, x[:, 0, 0], x[:, :, 0]):
+        small = run(Resolution(8), make_state([part, None]), Event.AFTER_DATALOADER)[0]
+        assert small.shape == (*part.shape[:-2], 8, 8)
+        single = run(Resolution(8), make_state([x[:, :, 0], None]), Event.AFTER_DATALOADER)[0]
+        torch.testing.assert_close(
+            small[:, 0, 0] if part is x else small[:, 0] if part.ndim == 4 else small, single[:, 0]
+        )
+
+
 def test_a_schedule_changes_the_size_at_its_moments():
     sizes = Watch(Event.BATCH_START, lambda state: state.batch[0].shape[-1])
     algorithm = Resolution(eval_resize=10, eval_crop=8, schedule=[("0dur", 4), ("0.5dur", 6), ("7ba", 8)])

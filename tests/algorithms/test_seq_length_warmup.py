@@ -7,6 +7,7 @@ from torch import nn
 from drivetrain.algorithms.seq_length_warmup import SeqLengthWarmup, set_batch_sequence_length
 from drivetrain.algorithms.stochastic_depth import StochasticDepth
 from drivetrain.core.engine import Engine
+from drivetrain.core.errors import NoEffectWarning
 from drivetrain.core.event import Event
 from tests.algorithms.surgery_models import TextNet, texts
 from tests.algorithms.tasks import (
@@ -161,6 +162,12 @@ def test_the_first_batch_runs_once_at_full_length_and_leaves_no_trace():
     assert model.head.bias.grad is kept and torch.equal(kept, torch.ones(17)) and model.head.weight.grad is None
     run(algorithm, state, Event.AFTER_DATALOADER)
     assert model.lengths == [12]
+
+
+def test_sequences_that_are_never_cut_are_reported():
+    data = TokenData(length=8)
+    with pytest.warns(NoEffectWarning, match="min_seq_length=8"):
+        train(text_trainer(SeqLengthWarmup(min_seq_length=8)), data, num_epochs=1)
 
 
 def test_a_part_of_the_batch_can_be_named():

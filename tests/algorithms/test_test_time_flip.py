@@ -1,11 +1,13 @@
 """Evaluation and prediction average over mirrored and moved images."""
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from drivetrain.algorithms.test_time_flip import TestTimeFlip, average_flips
+from drivetrain.core.errors import ConfigError
 from drivetrain.train.trainer import Trainer
 from tests.algorithms.tasks import ConvNet, conv_trainer, image_data, train
 
@@ -42,6 +44,23 @@ def test_prediction_averages_with_and_without_targets():
     expected = reference(trainer.model.eval(), x, 0)
     for data in (TensorDataset(x, y), x):
         assert torch.allclose(trainer.predict(data, per_device_batch_size=12), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_maps_over_the_pixels_are_turned_back(shift):
+    x, model = torch.rand(3, 2, 8, 8), nn.Conv2d(2, 4, 1).eval()  # sees each pixel by itself
+    seen = average_flips(model, x, shift)
+    inner = (..., slice(shift, 8 - shift), slice(shift, 8 - shift))  # what a shift moves out comes back as a reflection
+    torch.testing.assert_close(seen[inner], model(x)[inner])
+    trainer = Trainer(model, nn.CrossEntropyLoss(), None, (), algorithms=[TestTimeFlip(shift)])
+    torch.testing.assert_close(trainer.predict(x, per_device_batch_size=3), seen)
+
+
+def test_smaller_maps_cannot_be_shifted_back():
+    with pytest.raises(ConfigError, match="shift=0"):
+        average_flips(nn.MaxPool2d(2), torch.rand(3, 2, 8, 8), shift=1)
+    x = torch.rand(3, 2, 8, 8)
+    torch.testing.assert_close(average_flips(nn.MaxPool2d(2), x), nn.MaxPool2d(2)(x))
 
 
 def test_training_is_not_touched():

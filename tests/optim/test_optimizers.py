@@ -430,23 +430,42 @@ def test_cautious_equals_its_formula_and_leaves_decay_alone():
     assert optimizer.param_groups[0]["weight_decay"] == 0.1
 
 
+@pytest.mark.parametrize("wrap", [Cautious, Lookahead, SAMOptimizer])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_cautious_maximises_too(optimizer):
-    def make(params):
-        return Cautious(optimizer(params, lr=0.1, maximize=True))
+def test_wrappers_maximise_as_they_minimise_the_negative(optimizer, wrap):
+    """Of two groups, so that each has its own direction."""
+    ends = []
+    for maximize in (False, True):
+        weights = [nn.Parameter(torch.full((3,), start, dtype=F64)) for start in (0.5, -1.0)]
+        groups = [{"params": [weights[0]], "maximize": maximize}, {"params": [weights[1]]}]
+        stepped = wrap(optimizer(groups, lr=0.1))
 
-    steps = gradients(4, 6)
-    up, _ = follow(make, torch.zeros(6, dtype=F64), steps)
-    down, _ = follow(make, torch.zeros(6, dtype=F64), [-step for step in steps])
-    assert torch.equal(up, -down) and up.abs().min() > 0
+        def closure(weights=weights, maximize=maximize, stepped=stepped):
+            stepped.zero_grad()
+            first, second = ((weight * weight).sin().sum() for weight in weights)
+            (-first if maximize else first).backward()
+            second.backward()
+
+        for _ in range(3):
+            closure()
+            stepped.step(closure if wrap is SAMOptimizer else None)
+        ends.append(torch.cat(weights).detach())
+    assert torch.equal(*ends) and (ends[0][0] - 0.5).abs() > 0.01
+
+
+def raised_from_zero(optimizer):
+    optimizer.param_groups[0]["lr"] = 0.1
+    return optimizer
 
 
 @pytest.mark.parametrize(
     "make",
     [
         lambda p: torch.optim.Adafactor(p, lr=0.1, weight_decay=0.5),
-        lambda p: Lookahead(Lion(p, lr=0.1, weight_decay=0.5)),
+        lambda p: Lookahead(Lion(p, lr=0.1, weight_decay=5.0)),
         lambda p: SAMOptimizer(torch.optim.AdamW(p, lr=0.1, weight_decay=0.5), interval=2),
+        lambda p: type("OwnLion", (Lion,), {})(p, lr=0.1, weight_decay=5.0),
+        lambda p: raised_from_zero(DecoupledAdamW(p, lr=0.0, weight_decay=5e-4)),
     ],
 )
 def test_cautious_leaves_every_decoupled_decay_alone(make):
@@ -460,10 +479,13 @@ def test_cautious_leaves_every_decoupled_decay_alone(make):
 def test_soap_with_fixed_axes_equals_adam_in_the_rotated_basis():
     start, steps = torch.randn(3, 5, dtype=F64), gradients(6, 3, 5)
     settings = {"lr": 0.05, "weight_decay": 0.1, "precondition_frequency": 100}
-    weight, _ = follow(SOAP, start, steps, **settings)
-    first = steps[0]
-    left = torch.linalg.eigh((first @ first.T * 0.05).float())[1].flip(1).double()
-    right = torch.linalg.eigh((first.T @ first * 0.05).float())[1].flip(1).double()
+    weight, optimizer = follow(SOAP, start, steps, **settings)
+    left, right = (optimizer.state[weight][f"{side}_basis"] for side in ("left", "right"))
+    # Which axes span the null space of the wider side is arbitrary, so they are checked, not computed.
+    for basis, gram in ((left, steps[0] @ steps[0].T), (right, steps[0].T @ steps[0])):
+        torch.testing.assert_close(basis.T @ basis, torch.eye(len(basis), dtype=F64))
+        values = basis.T @ gram @ basis
+        torch.testing.assert_close(values, values.diagonal().sort(descending=True).values.clamp(min=0).diag())
     p, m, v = start.clone(), torch.zeros(3, 5, dtype=F64), torch.zeros(3, 5, dtype=F64)
     for t, g in enumerate(steps[1:], 1):
         rotated = left.T @ g @ right
@@ -482,16 +504,17 @@ def test_soap_treats_long_sides_and_vectors_as_adam_does():
     torch.testing.assert_close(matrix.flatten(), adam)
 
 
-def test_soap_keeps_orthogonal_axes_and_descends():
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (F64, 1e-13)])
+def test_soap_keeps_orthogonal_axes_and_descends(dtype, tolerance):
     torch.manual_seed(0)
-    target, weight = torch.randn(6, 4), nn.Parameter(torch.zeros(6, 4))
+    target, weight = torch.randn(6, 4, dtype=dtype), nn.Parameter(torch.zeros(6, 4, dtype=dtype))
     optimizer = SOAP([weight], lr=0.1, weight_decay=0.0, precondition_frequency=2)
     for _ in range(60):
         optimizer.zero_grad()
         (weight - target).pow(2).sum().backward()
         optimizer.step()
     basis = optimizer.state[weight]["left_basis"]
-    torch.testing.assert_close(basis.T @ basis, torch.eye(6), atol=1e-5, rtol=0)
+    torch.testing.assert_close(basis.T @ basis, torch.eye(6, dtype=dtype), atol=tolerance, rtol=0)
     assert (weight - target).pow(2).sum() < 0.05 * target.pow(2).sum()
 
 
@@ -508,6 +531,47 @@ MAKERS = {
     "Cautious": lambda m: Cautious(Lion(m.parameters(), lr=1e-3)),
     "SOAP": lambda m: SOAP(m.parameters(), precondition_frequency=2),
 }
+
+
+def test_a_rate_on_the_device_changes_no_step_of_muon():
+    ends = []
+    for lr in (0.01, torch.tensor(0.01, dtype=F64)):
+        model = net().double()
+        optimizer = MuonHybrid(model, lr=lr, adam_lr=lr, weight_decay=0.1)
+        for step in range(4):
+            for p in model.parameters():
+                p.grad = torch.sin(p.detach() * 7 + step)
+            optimizer.step()
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("make", "first", "second"),
+    [
+        (DecoupledAdamW, {"lr": 0.01, "weight_decay": 5e-4}, {"lr": 0.3, "betas": (0.5, 0.6), "eps": 1e-3}),
+        (DecoupledSGDW, {"lr": 0.1, "momentum": 0.9}, {"lr": 0.3, "momentum": 0.5, "weight_decay": 5e-4}),
+        (Lion, {"lr": 0.01}, {"lr": 0.05, "betas": (0.3, 0.4), "weight_decay": 0.5}),
+        (AdamWScheduleFree, {"lr": 0.01}, {"lr": 0.05, "betas": (0.8, 0.9), "r": 1.0, "warmup_steps": 3}),
+        (SGDScheduleFree, {"lr": 0.1}, {"lr": 0.05, "momentum": 0.7, "weight_lr_power": 1.0}),
+        (SOAP, {"lr": 0.01}, {"lr": 0.05, "betas": (0.7, 0.8), "precondition_frequency": 2, "max_dim": 3}),
+    ],
+)
+def test_groups_of_unequal_settings_step_as_optimizers_of_their_own(make, first, second):
+    def weights():
+        return [nn.Parameter(one.clone()) for one in gradients(2, 4, 3)]
+
+    def step(optimizer, own, alone):
+        for number in range(5):
+            for index, weight in zip(alone, own):
+                weight.grad = torch.sin(weight.detach() * (3 + index) + number)
+            optimizer.step()
+
+    together, apart = weights(), weights()
+    step(make([{"params": together[0], **first}, {"params": together[1], **second}], lr=0.7), together, (0, 1))
+    step(make([apart[0]], **first), apart[:1], (0,))
+    step(make([apart[1]], **second), apart[1:], (1,))
+    assert all(map(torch.equal, together, apart))
 
 
 def run_steps(model, optimizer, first, last):
@@ -570,6 +634,7 @@ def test_schedulers_drive_the_rates_that_are_used(name):
 def test_parameters_without_a_gradient_stay_until_they_have_one(name):
     model = net()
     optimizer = MAKERS[name](model)
+    optimizer.step(None if "SAM" not in name else lambda: None)  # nobody has one
     model[2].requires_grad_(False)
     before = model[2].weight.detach().clone()
     run_steps(model, optimizer, 0, 4)

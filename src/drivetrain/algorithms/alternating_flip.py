@@ -7,7 +7,7 @@ the first epoch, and every epoch after that shows the other side.
 import torch
 from torch import Tensor
 
-from drivetrain.algorithms.utils.parts import check_images, first_tensor, map_tensors
+from drivetrain.algorithms.utils.parts import check_images, map_tensors, warn_of_images_left
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
 from drivetrain.core import Algorithm, ConfigError, Event, Logger
@@ -63,6 +63,7 @@ class AlternatingFlip(Algorithm):
     def __init__(self, seed: int = 0, input_key: BatchKey = 0):
         check_counts("AlternatingFlip", 0, seed=seed)
         self.seed, self.input_key = seed, input_key
+        self._has_looked = False
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         index = state.sample_index
@@ -74,6 +75,8 @@ class AlternatingFlip(Algorithm):
                 "not provide them. Give train() a dataset with an index, or a SmartDataLoader."
             )
         images = state.batch_get_item(self.input_key)
-        first_tensor(images, str(self))
+        if not self._has_looked:
+            self._has_looked = True
+            warn_of_images_left(state.batch, images, str(self))
         flipped = map_tensors(lambda x: alternating_flip(x, index, state.clock.epoch, self.seed), images)
         state.batch_set_item(self.input_key, flipped)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.algorithms.utils.datasets import DatasetTransform
-from drivetrain.algorithms.utils.parts import Generator, check_images, draw_subset, is_image_like, map_tensors
+from drivetrain.algorithms.utils.parts import Generator, draw_subset, first_image, is_image_like, map_tensors
 from drivetrain.algorithms.utils.primitives import Image, is_pil, on_tensor
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
@@ -36,7 +36,7 @@ def colout_batch(
     if is_pil(first):
         (width, height), device = first.size, torch.device("cpu")
     else:
-        check_images(first, "ColOut")
+        first = first_image(images, "ColOut")
         (height, width), device = first.shape[-2:], first.device
     rows = draw_subset(height, max(1, int((1 - p_row) * height)), device, generator)
     columns = draw_subset(width, max(1, int((1 - p_col) * width)), device, generator)

@@ -8,10 +8,19 @@ from torch import Tensor
 from drivetrain.algorithms.mixup import dense_targets
 from drivetrain.algorithms.utils import parts
 from drivetrain.algorithms.utils.losses import PairMixing
-from drivetrain.algorithms.utils.parts import Box, Generator, check_images, first_tensor, map_tensors, take_rows
+from drivetrain.algorithms.utils.parts import (
+    Box,
+    Generator,
+    first_image,
+    is_image_like,
+    map_tensors,
+    take_rows,
+    warn_of_small_sides,
+)
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_fraction, check_numbers
+from drivetrain.core.containers import leaves
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import Batch
 
@@ -38,8 +47,7 @@ def cutmix_batch(
     ([[1.0, 1.0], [0.0, 0.0]], [1, 0], 0.5)
     """
     check_numbers("cutmix_batch", 0, alpha=alpha)
-    first = first_tensor(input, "cutmix_batch")
-    check_images(first, "CutMix")
+    first = first_image(input, "CutMix")
     if indices is None:
         indices = parts.draw_permutation(first.shape[0], first.device, generator)
     if bbox is None:
@@ -56,6 +64,8 @@ def _draw_cut(image: Tensor, length: float | None, alpha: float, uniform: bool, 
         side = check_fraction("length", length, owner="cutmix_batch")
     else:
         side = math.sqrt(1 - parts.draw_beta(alpha, generator)) if alpha > 0 else 0.0
+    if side and min(height, width) < 3:
+        warn_of_small_sides(image, "CutMix")
     if side == 0:
         return (0, 0, 0, 0)
     return parts.draw_box((height, width), (int(height * side), int(width * side)), uniform, generator)
@@ -105,12 +115,12 @@ class CutMix(PairMixing):
         super().__init__(interpolate_loss, input_key, target_key)
         self.alpha, self.uniform_sampling = alpha, uniform_sampling
         self._bbox: Box = (0, 0, 0, 0)
-        self._image_size: torch.Size | None = None
+        self._image = torch.empty(0)  # the first of the present ones, for its size
 
     def mix_inputs(self, state: State) -> tuple[float, Tensor]:
-        inputs = state.batch_get_item(self.input_key)
-        first = first_tensor(inputs, str(self))
-        if self.interpolate_loss and parts.is_image_like(state.batch_get_item(self.target_key), first):
+        inputs, targets = state.batch_get_item(self.input_key), state.batch_get_item(self.target_key)
+        self._image = first = first_image(inputs, "CutMix")
+        if self.interpolate_loss and any(is_image_like(target, first) for target in leaves(targets, Tensor)):
             raise ConfigError(
                 "CutMix(interpolate_loss=True): the targets are images, which are cut and pasted like the inputs; there is only one "
                 "loss, so there is nothing to interpolate. Use interpolate_loss=False."
@@ -120,11 +130,10 @@ class CutMix(PairMixing):
             inputs, rows, alpha=self.alpha, uniform_sampling=self.uniform_sampling, generator=generator
         )
         assert isinstance(index, Tensor)
-        self._image_size = first.shape[-2:]
         state.batch_set_item(self.input_key, mixed)
         return area, index
 
-    def soften(self, logits: object, targets: object) -> Batch:
-        if isinstance(targets, Tensor) and targets.ndim > 2 and targets.shape[-2:] == self._image_size:
-            return paste(targets, take_rows(targets, self._index), self._bbox)
-        return super().soften(logits, targets)
+    def softened(self, logits: Tensor, target: Tensor) -> Tensor:
+        if is_image_like(target, self._image):
+            return paste(target, take_rows(target, self._index), self._bbox)
+        return super().softened(logits, target)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from drivetrain.algorithms.utils.parts import Generator, check_images, draw_box, first_tensor, map_tensors
+from drivetrain.algorithms.utils.parts import Generator, draw_box, first_image, map_tensors, warn_of_small_sides
 from drivetrain.algorithms.utils.primitives import Image, is_pil, on_tensor
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
@@ -26,10 +26,11 @@ def cutout_batch(
     check_fractions("cutout_batch", length=length)
     if is_pil(input):
         return on_tensor(lambda x: cutout_batch(x, num_holes, length, uniform_sampling, generator=generator), input)
-    first = first_tensor(input, "cutout_batch")
-    check_images(first, "CutOut")
+    first = first_image(input, "CutOut")
     height, width = first.shape[-2:]
     side = int(min(height, width) * length)
+    if length and side < 2:
+        warn_of_small_sides(first, "CutOut")
     boxes = [draw_box((height, width), (side, side), uniform_sampling, generator) for _ in range(num_holes)]
 
     def cut(x: Tensor) -> Tensor:

@@ -3,10 +3,8 @@
 from torch import Tensor
 
 from drivetrain.algorithms.utils.losses import SoftTargets
-from drivetrain.algorithms.utils.parts import map_tensors
 from drivetrain.context.batch import BatchKey, ensure_targets_one_hot, infer_target_type
 from drivetrain.core.arguments import check_fractions
-from drivetrain.core.types import Batch
 
 
 def smooth_labels(logits: Tensor, target: Tensor, smoothing: float = 0.1) -> Tensor:
@@ -32,5 +30,5 @@ class LabelSmoothing(SoftTargets):
         super().__init__(target_key)
         self.smoothing = smoothing
 
-    def soften(self, logits: object, targets: object) -> Batch:
-        return map_tensors(lambda one, target: smooth_labels(one, target, self.smoothing), logits, targets)
+    def softened(self, logits: Tensor, target: Tensor) -> Tensor:
+        return smooth_labels(logits, target, self.smoothing)

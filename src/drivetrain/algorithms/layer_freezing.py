@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import model_of
@@ -45,9 +46,14 @@ def freeze_layers(
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """Return the leaf modules that have parameters, in the order of definition, without the last one."""
-    leaves = [m for m in unwrap(model).modules() if not list(m.children()) and next(m.parameters(), None) is not None]
-    return leaves[:-1]
+    """Return the leaf modules that have parameters, in the order of definition, without the last one.
+
+    A layer whose weights are parametrized (WeightStandardization, weight norm) is a leaf with its parametrizations.
+    """
+    modules = list(unwrap(model).modules())
+    parts = {part for m in modules if is_parametrized(m) for part in m.parametrizations.modules()}
+    own = [m for m in modules if m not in parts and parts.issuperset(m.children())]
+    return [m for m in own if next(m.parameters(), None) is not None][:-1]
 
 
 def _depth(layers: int, elapsed: float, start: float, level: float) -> tuple[int, float]:
@@ -57,7 +63,7 @@ def _depth(layers: int, elapsed: float, start: float, level: float) -> tuple[int
 
 def _freeze(model: nn.Module, layers: list[nn.Module]) -> set[nn.Parameter]:
     """Freeze the parameters that no layer outside the given ones uses: a tied weight trains as long as its last layer."""
-    others = set(unwrap(model).modules()).difference(layers)
+    others = set(unwrap(model).modules()).difference(*(layer.modules() for layer in layers))
     used = {parameter for module in others for parameter in module.parameters(recurse=False)}
     frozen = {parameter for layer in layers for parameter in layer.parameters()} - used
     for parameter in frozen:

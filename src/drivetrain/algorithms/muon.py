@@ -52,9 +52,9 @@ class Muon(OptimizerReplacement):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         model, replaced = model_of(state, str(self)), self.replaced_groups(state)
         self.split = muon_groups(model)
-        if not self.split.muon:
+        if not any(parameter.requires_grad for _, parameter in self.split.muon):
             raise ConfigError(
-                f"Muon found no hidden matrix in {type(model).__name__}: AdamW would update everything.\n{self.split.explain()}"
+                f"Muon found no hidden matrix to train in {type(model).__name__}: AdamW would update everything.\n{self.split.explain()}"
             )
         to_muon = {id(parameter) for _, parameter in self.split.muon}
         groups = []

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.nn import functional as F
 
-from drivetrain.algorithms.utils.parts import Generator, check_images, draw_integer, first_tensor, map_tensors
+from drivetrain.algorithms.utils.parts import Generator, draw_integer, first_image, first_tensor, map_tensors
 from drivetrain.algorithms.utils.run import elapsed_fraction
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
@@ -36,8 +36,7 @@ def resize_batch(
     check_number("scale_factor", scale_factor, above=0, owner="resize_batch")
     if scale_factor >= 1:
         return input, target
-    first = first_tensor(input, "resize_batch")
-    check_images(first, "ProgressiveResizing")
+    first = first_image(input, "ProgressiveResizing", same_size=False)
     if resize_targets:
         map_tensors(_check_target, target)
     if mode == "resize":
@@ -142,8 +141,7 @@ class ProgressiveResizing(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         images = state.batch_get_item(self.input_key)
-        first = first_tensor(images, str(self))
-        check_images(first, str(self))
+        first = first_image(images, str(self), same_size=False)
         scale = self.scale_at(elapsed_fraction(state, str(self)))
         factor = self.pinned(scale, first.shape[-1])
         if factor < 1:

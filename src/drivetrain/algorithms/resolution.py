@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -21,7 +22,9 @@ def resize_shorter_side(x: Tensor, size: int) -> Tensor:
     if shorter == size:
         return x
     sides = [max(size, round(side * size / shorter)) for side in (height, width)]
-    return F.interpolate(x, size=sides, mode="bilinear", align_corners=False, antialias=True)
+    planes = x if x.ndim == 4 else x.reshape(-1, 1, height, width)  # torch takes (N, C, H, W) only
+    small = F.interpolate(planes, size=sides, mode="bilinear", align_corners=False, antialias=True)
+    return small if x.ndim == 4 else small.view(*x.shape[:-2], *sides)
 
 
 def crop(x: Tensor, size: int, top: int, left: int) -> Tensor:
@@ -81,11 +84,14 @@ class Resolution(Algorithm):
             state.batch_set_item(self.input_key, map_tensors(self._centre, images))
             return
         size, generator = self.size_at(state), state.rng(type(self).__name__)
+        drawn: dict[torch.Size, list[int]] = {}  # images of one size are cropped alike
 
         def window(x: Tensor) -> Tensor:
             small = resize_shorter_side(x, size)
-            spare = [side - size for side in small.shape[-2:]]
-            return crop(small, size, *(draw_integer(0, rest + 1, generator) if rest > 0 else 0 for rest in spare))
+            sides = small.shape[-2:]
+            if sides not in drawn:
+                drawn[sides] = [draw_integer(0, side - size + 1, generator) if side > size else 0 for side in sides]
+            return crop(small, size, *drawn[sides])
 
         state.batch_set_item(self.input_key, map_tensors(window, images))
 

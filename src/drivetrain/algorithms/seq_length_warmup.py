@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drivetrain.algorithms.surgery import warn_no_effect
 from drivetrain.algorithms.utils.passes import warm_up_memory
 from drivetrain.algorithms.utils.run import elapsed_fraction, num_batches
 from drivetrain.context.batch import BatchKey, batch_get, batch_set
@@ -157,6 +158,11 @@ class SeqLengthWarmup(Algorithm):
             return
         if not self._has_reserved:
             self._has_reserved = True
+            part = self._part(state.batch)
+            if set_batch_sequence_length(part, self.min_seq_length, ignore_keys=self.ignore_keys) is part:
+                warn_no_effect(
+                    f"{self}: no sequence of the first batch is longer than min_seq_length={self.min_seq_length}."
+                )
             warm_up_memory(state, self._shortened(state.batch, self.max_seq_length))
         length = self.length_at(state)
         state.batch = self._shortened(state.batch, length)

@@ -7,16 +7,17 @@ count, in the weighting of Jordan's airbench (2024, arXiv 2404.00498): the two u
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from drivetrain.algorithms.random_translation import reflected
-from drivetrain.algorithms.utils.parts import check_images, map_tensors
+from drivetrain.algorithms.utils.parts import check_images, first_tensor, map_tensors
 from drivetrain.algorithms.utils.passes import autocast_of, call_model
 from drivetrain.context.batch import BatchKey, batch_set
 from drivetrain.context.state import State
-from drivetrain.core import Algorithm, Event, Logger
+from drivetrain.core import Algorithm, ConfigError, Event, Logger
 from drivetrain.core.arguments import check_counts
 
 
@@ -39,10 +40,25 @@ def view(x: Tensor, by: int, is_flipped: bool) -> Tensor:
     return x.flip(-1) if is_flipped else x
 
 
+def turned_back(output: Tensor, images: Tensor, by: int, is_flipped: bool) -> Tensor:
+    """Return a map over the pixels, as of segmentation, in the place of the unmoved images; other outputs have no place."""
+    if output.ndim != images.ndim:
+        return output
+    if by and output.shape[-2:] != images.shape[-2:]:
+        raise ConfigError(
+            f"TestTimeFlip(shift={abs(by)}): the outputs {tuple(output.shape)} are maps of another size than the images "
+            f"{tuple(images.shape)}, so a shift by pixels cannot be undone. Use shift=0."
+        )
+    return view(output.flip(-1) if is_flipped else output, -by, False)
+
+
 def average_flips(model: Callable[[Tensor], Tensor], x: Tensor, shift: int = 0) -> Tensor:
-    """Return the weighted mean of a model's outputs over the views of images."""
+    """Return the weighted mean of a model's outputs over the views of images; maps over the pixels are turned back."""
     check_counts("average_flips", 0, shift=shift)
-    seen = [weight * _wide(model(view(x, by, is_flipped))) for weight, by, is_flipped in views_of(shift)]
+    seen = [
+        weight * turned_back(_wide(model(view(x, by, is_flipped))), x, by, is_flipped)
+        for weight, by, is_flipped in views_of(shift)
+    ]
     return torch.stack(seen).sum(0)
 
 
@@ -66,16 +82,17 @@ class TestTimeFlip(Algorithm):
         batch = state.batch
         is_bare = isinstance(batch, Tensor)  # prediction takes inputs without targets
         images = batch if is_bare else state.batch_get_item(self.input_key)
-        (weight, *_), *others = views_of(self.shift)
+        first, ((weight, *_), *others) = first_tensor(images, str(self)), views_of(self.shift)
         total = map_tensors(lambda output: weight * _wide(output), state.outputs)
         for weight, by, is_flipped in others:
             seen = map_tensors(partial(view, by=by, is_flipped=is_flipped), images)
             changed = seen if is_bare else batch_set(copy.copy(batch), self.input_key, seen)
             with torch.no_grad(), autocast_of(state):  # the size stays, so nothing is compiled again
                 outputs = call_model(state, changed)
-            total = map_tensors(partial(_add, weight), total, outputs)
+            place: dict[str, Any] = {"images": first, "by": by, "is_flipped": is_flipped}
+            total = map_tensors(partial(_add, weight, place), total, outputs)
         state.outputs = total
 
 
-def _add(weight: float, total: Tensor, output: Tensor) -> Tensor:
-    return total.add(_wide(output), alpha=weight)
+def _add(weight: float, place: dict[str, Any], total: Tensor, output: Tensor) -> Tensor:
+    return total.add(turned_back(_wide(output), **place), alpha=weight)

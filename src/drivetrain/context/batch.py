@@ -122,11 +122,13 @@ def infer_target_type(logits: Tensor, targets: Tensor) -> Literal["indices", "on
     """Return whether targets are class indices or one weight per class, from the shapes; the class dimension is 1."""
     if targets.shape == logits.shape:
         return "one_hot"
-    if targets.ndim == logits.ndim - 1:
+    if targets.shape == logits.shape[:1] + logits.shape[2:]:
         return "indices"
+    is_last = targets.ndim == logits.ndim - 1 > 1 and targets.shape == logits.shape[:-1]
+    hint = " The outputs have their classes last: transpose(1, -1) puts them in dimension 1." if is_last else ""
     raise RuntimeError(
         f"targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(logits.shape)}: expected the same shape (one "
-        "weight per class) or one dimension less (class indices; the class dimension is 1)."
+        f"weight per class) or the shape without dimension 1 (class indices; the class dimension is 1).{hint}"
     )
 
 
@@ -148,6 +150,11 @@ def ensure_targets_one_hot(logits: Tensor, targets: Tensor, num_classes: int | N
     dtype = torch.promote_types(logits.dtype, torch.float32) if logits.is_floating_point() else torch.float32
     if infer_target_type(logits, targets) == "one_hot":
         return targets if targets.is_floating_point() else targets.to(dtype)
+    if targets.is_floating_point():
+        raise RuntimeError(
+            f"targets of shape {tuple(targets.shape)} are {str(targets.dtype).removeprefix('torch.')} numbers, not class indices; "
+            f"for outputs of shape {tuple(logits.shape)} expected whole numbers, or one weight per class in the shape of the outputs."
+        )
     count = logits.shape[1] if num_classes is None else num_classes
     if torch.is_anomaly_enabled() and targets.numel() and int(targets.max()) >= count:
         raise ConfigError(

@@ -16,7 +16,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".ddp": ["rewrap_ddp", "wrap_ddp"],
         ".sharding": ["rebind_optimizer", "shard_fully"],
         ".average": ["AveragedWeights"],
-        ".params": ["MuonGroups", "muon_groups", "named_trainable", "select_parameters"],
+        ".params": ["MuonGroups", "muon_groups", "select_parameters"],
         ".compilation": ["compile_module", "set_recompile_limit"],
         ".checkpointing": ["checkpoint_blocks"],
         ".accumulation": ["AccumulationWindow", "scale_gradients"],

@@ -19,7 +19,6 @@ from drivetrain.module.sharding import shard_fully as shard_fully
 from drivetrain.module.average import AveragedWeights as AveragedWeights
 from drivetrain.module.params import MuonGroups as MuonGroups
 from drivetrain.module.params import muon_groups as muon_groups
-from drivetrain.module.params import named_trainable as named_trainable
 from drivetrain.module.params import select_parameters as select_parameters
 from drivetrain.module.compilation import compile_module as compile_module
 from drivetrain.module.compilation import set_recompile_limit as set_recompile_limit
@@ -62,7 +61,6 @@ __all__ = [
     "AveragedWeights",
     "MuonGroups",
     "muon_groups",
-    "named_trainable",
     "select_parameters",
     "compile_module",
     "set_recompile_limit",

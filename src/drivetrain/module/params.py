@@ -6,7 +6,7 @@ left to an element-wise optimizer.
 """
 
 import fnmatch
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -20,13 +20,6 @@ from drivetrain.module.wrapping import named_clean_parameters, parameter_places,
 NamedParameters = tuple[tuple[str, nn.Parameter], ...]
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
-
-
-def named_trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield name and parameter of everything that is trained, under the names of the user's own module."""
-    for name, parameter in named_clean_parameters(model):
-        if parameter.requires_grad:
-            yield name, parameter
 
 
 def select_parameters(model: nn.Module, patterns: str | Iterable[str], *, where: str = "") -> dict[str, nn.Parameter]:
@@ -69,7 +62,7 @@ def _no_match(model: nn.Module, pattern: str, named: Iterable[str], where: str) 
 
 @dataclass(frozen=True, kw_only=True)
 class MuonGroups:
-    """The split of a model's trainable parameters between Muon and another optimizer."""
+    """The split of a model's parameters between Muon and another optimizer."""
 
     muon: NamedParameters
     """Weights of hidden layers; those with more than two dimensions are convolution kernels, to be viewed as (out, rest)."""
@@ -92,7 +85,9 @@ class MuonGroups:
 
 
 def muon_groups(model: nn.Module, *, other: str | Iterable[str] = ()) -> MuonGroups:
-    """Split the trainable parameters of a model for Muon. `other` names further parameters that it must not take.
+    """Split the parameters of a model for Muon, with those that are frozen now and may be trained later.
+
+    `other` names further parameters that Muon must not take.
 
     >>> groups = muon_groups(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 2)))
     >>> [name for name, _ in groups.muon], [name for name, _ in groups.other]
@@ -104,7 +99,7 @@ def muon_groups(model: nn.Module, *, other: str | Iterable[str] = ()) -> MuonGro
     muon: list[tuple[str, nn.Parameter]] = []
     rest: list[tuple[str, nn.Parameter]] = []
     reasons = []
-    for name, parameter in named_trainable(root):
+    for name, parameter in named_clean_parameters(root):
         users = [module for module, _ in places[parameter]]
         reason = "named in `other`" if name in excluded else _unsuitable(name, parameter, users, head)
         (rest if reason else muon).append((name, parameter))

@@ -24,7 +24,7 @@ from drivetrain.core.errors import unknown_name
 from drivetrain.core.types import Batch
 from drivetrain.module import attention
 from drivetrain.module.attention import ATTRIBUTE, AttentionAdapter, AttentionBias, find_attention, registered_attention
-from drivetrain.module.surgery import replace_module_classes, update_params_in_optimizer
+from drivetrain.module.surgery import count_module_instances, replace_module_classes, update_params_in_optimizer
 from drivetrain.module.wrapping import user_class
 
 _TABLES = {"BertEmbeddings": "position_embeddings", "RobertaEmbeddings": "position_embeddings", "GPT2Model": "wpe"}
@@ -233,16 +233,20 @@ class Alibi(ModelSurgery):
         scaling = train_sequence_length_scaling
         check_number("train_sequence_length_scaling", scaling, above=0, owner="Alibi", hint=", such as 0.25")
         self.max_sequence_length, self.train_sequence_length_scaling = max_sequence_length, scaling
+        self._has_found = True
         if scaling == 1:
             self.events = frozenset({Event.INIT})
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.AFTER_DATALOADER:
-            state.batch = scale_sequences(state.batch, self.train_sequence_length_scaling)
+            if self._has_found:
+                state.batch = scale_sequences(state.batch, self.train_sequence_length_scaling)
         else:
             super().apply(event, state, logger)
 
     def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
+        # Without the penalty, shorter sequences would only take context away.
+        self._has_found = bool(find_attention(model)) or count_module_instances(model, tuple(policy_registry)) > 0
         apply_alibi(model, self.max_sequence_length, optimizers)
 
 

@@ -83,9 +83,9 @@ def check_soft_targets(state: State, logits: object, targets: Any, who: str) -> 
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise PluginConflictError(
-            f"{who} and the loss {name} cannot run together: {who} produces one weight per class, and this loss takes only class indices "
-            f"({reason}). Use a loss that takes probabilities, such as cross_entropy, or let MixUp and CutMix mix losses with "
-            "interpolate_loss=True."
+            f"{who} and the loss {name} cannot run together: {who} produces targets of shape {tuple(targets.shape)}, one weight per class, "
+            f"and this loss rejects them: {reason}. Use a loss that takes such targets, such as cross_entropy (with ignored labels marked "
+            "by -100), or let MixUp and CutMix mix losses with interpolate_loss=True."
         ) from error
 
 
@@ -150,8 +150,8 @@ class SoftTargets(Algorithm):
         self._true: object = None
         self._is_checked = False
 
-    def soften(self, logits: object, targets: object) -> Batch:
-        """Return one weight per class for each target."""
+    def softened(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return one weight per class for a target."""
         raise NotImplementedError
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
@@ -163,7 +163,7 @@ class SoftTargets(Algorithm):
             check_loss_is_outside(state, str(self))
         self._true = state.batch_get_item(self.target_key)
         logits = logits_for(state.outputs, self._true, str(self))
-        soft = self.soften(logits, self._true)
+        soft = map_tensors(self.softened, logits, self._true)
         if not self._is_checked:
             check_soft_targets(state, logits, soft, str(self))
             self._is_checked = True
@@ -195,14 +195,10 @@ class PairMixing(SoftTargets):
         """Replace the inputs by mixed ones; return the weight of each sample's own target, and the other samples' rows."""
         raise NotImplementedError
 
-    def soften(self, logits: object, targets: object) -> Batch:
-        """Return targets mixed as the inputs were."""
-
-        def mixed(one: Tensor, target: Tensor) -> Tensor:
-            dense = ensure_targets_one_hot(one, target)
-            return torch.lerp(take_rows(dense, self._index), dense, self._own_weight)
-
-        return map_tensors(mixed, logits, targets)
+    def softened(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return a target mixed as the inputs were; numbers to predict and soft labels in their own shape."""
+        dense = target if target.is_floating_point() else ensure_targets_one_hot(logits, target)
+        return torch.lerp(take_rows(dense, self._index), dense, self._own_weight)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.BEFORE_FORWARD:

@@ -5,14 +5,16 @@ device. Every draw takes torch's global generator when it is given None. A gener
 the State's generators are the host's.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from drivetrain.algorithms.surgery import warn_no_effect
 from drivetrain.core.containers import leaves
-from drivetrain.core.errors import ConfigTypeError
+from drivetrain.core.errors import ConfigTypeError, NotIntendedUseWarning
 from drivetrain.core.types import Batch
 
 T = TypeVar("T")
@@ -54,6 +56,19 @@ def check_images(x: object, who: str) -> None:
         raise ConfigTypeError(f"{who} works on images, (N, C, H, W) or (C, H, W); got {shape}. Give another input_key.")
 
 
+def first_image(part: object, who: str, *, same_size: bool = True) -> Tensor:
+    """Return the first of a part's images, which all have its height and width unless `same_size` is off."""
+    first = first_tensor(part, who)
+    for image in leaves(part, Tensor):
+        check_images(image, who)
+        if same_size and image.shape[-2:] != first.shape[-2:]:
+            raise ConfigTypeError(
+                f"{who} changes several images alike, and they have shapes {tuple(first.shape)} and {tuple(image.shape)}. Give images of "
+                "one height and width, or another input_key."
+            )
+    return first
+
+
 def check_floating(x: Tensor, who: str) -> None:
     """Reject whole numbers where values are mixed: half of a token id is not a token id."""
     if not x.is_floating_point():
@@ -66,6 +81,27 @@ def check_floating(x: Tensor, who: str) -> None:
 def is_image_like(target: object, image: Tensor) -> bool:
     """Return whether a target has the height and width of the images, as segmentation masks do."""
     return isinstance(target, Tensor) and target.ndim > 2 and target.shape[-2:] == image.shape[-2:]
+
+
+def warn_of_small_sides(image: Tensor, who: str) -> None:
+    """Warn if boxes of part of an image have no pixel, as those of a signal (N, C, L) that is taken for images."""
+    warn_no_effect(
+        f"{who} changes nothing in inputs of shape {tuple(image.shape)}: a box of part of their height and width, the last two "
+        "dimensions, has no pixel. Is this an image?"
+    )
+
+
+def warn_of_images_left(batch: object, images: object, who: str) -> None:
+    """Warn if a batch has other tensors of the images' height and width, such as masks, that are not moved with them."""
+    first, own = first_image(images, who, same_size=False), {id(image) for image in leaves(images, Tensor)}
+    left = [tuple(part.shape) for part in leaves(batch, Tensor) if id(part) not in own and is_image_like(part, first)]
+    if left:
+        warnings.warn(
+            f"{who} moves the pixels of images {tuple(first.shape)}, but not those of {', '.join(map(str, left))} in the same batch. If "
+            "they belong together, as a mask does, name both: input_key=[0, 1].",
+            NotIntendedUseWarning,
+            stacklevel=2,
+        )
 
 
 Generator = torch.Generator | None

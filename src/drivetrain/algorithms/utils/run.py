@@ -9,7 +9,7 @@ from drivetrain.algorithms.surgery import model_of
 from drivetrain.context.state import State
 from drivetrain.core import Algorithm, ConfigError, Event, Time, TimeUnit
 from drivetrain.core.types import Settings
-from drivetrain.module.params import named_trainable
+from drivetrain.module.wrapping import named_clean_parameters
 
 
 def elapsed_fraction(state: State, who: str) -> float:
@@ -93,11 +93,13 @@ class OptimizerReplacement(Algorithm):
 
     def replaced_groups(self, state: State) -> list[Settings]:
         """Return the groups of the optimizer to replace with the names of their parameters, and their other settings."""
-        names = {id(parameter): name for name, parameter in named_trainable(model_of(state, str(self)))}
+        names = {id(parameter): name for name, parameter in named_clean_parameters(model_of(state, str(self)))}
         groups = []
         for group in own_optimizer(state, str(self), is_new=True).param_groups:
             settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            members = [(names[id(p)], p) for p in group["params"] if id(p) in names]
+            # Frozen parameters may be trained later, and the loss may have parameters of its own.
+            others = (f"outside the model.{len(groups)}.{index}" for index, _ in enumerate(group["params"]))
+            members = [(names.get(id(p), other), p) for p, other in zip(group["params"], others)]
             if members:
                 groups.append({"params": members, **settings})
         return groups

@@ -104,10 +104,15 @@ def _rotate(matrix: Tensor, state: StateDict, back: bool = False) -> Tensor:
     return matrix.clone() if matrix is state["exp_avg"] else matrix
 
 
+def _wide(matrix: Tensor) -> Tensor:
+    """Return a matrix in a type that torch can decompose."""
+    return matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+
+
 def _eigenvectors(matrix: Tensor) -> Tensor:
     """Return the eigenvectors as columns, the largest eigenvalue first; a matrix that float32 cannot solve is solved in float64."""
     try:
-        return torch.linalg.eigh(matrix.float())[1].flip(1)
+        return torch.linalg.eigh(_wide(matrix))[1].flip(1)
     except torch.linalg.LinAlgError:  # nearly equal eigenvalues, as the rare rows of an embedding give
         return torch.linalg.eigh(matrix.double())[1].flip(1)
 
@@ -122,7 +127,7 @@ def _refresh(state: StateDict) -> None:
     for dim, side in enumerate(_SIDES):
         if side not in state:
             continue
-        average, basis = state[side].float(), state[f"{side}_basis"].float()
+        average, basis = _wide(state[side]), _wide(state[f"{side}_basis"])
         order = torch.einsum("ij,ik,kj->j", basis, average, basis).argsort(descending=True)
         state["exp_avg_sq"] = state["exp_avg_sq"].index_select(dim, order)
         state[f"{side}_basis"] = _laid_out(torch.linalg.qr(average @ basis[:, order])[0], state[side])

@@ -89,15 +89,16 @@ def evaluate(closure: Closure) -> Any:
 
 
 def subtract(parameters: list[Tensor], updates: list[Tensor], rate: float | Tensor) -> None:
-    """Move parameters by -rate * update; a rate on the device is not read back. `updates` may be overwritten."""
+    """Move parameters by -rate * update; a rate on the device is not read back."""
     if isinstance(rate, Tensor):
-        torch._foreach_mul_(updates, rate)
-        torch._foreach_sub_(parameters, updates)
+        # In the parameters' type: bfloat16 updates would be rounded once more.
+        wide = [update.to(p.dtype) for p, update in zip(parameters, updates)]
+        torch._foreach_sub_(parameters, torch._foreach_mul(wide, rate))
     else:
         torch._foreach_add_(parameters, updates, alpha=-rate)
 
 
 def shrink(parameters: list[Tensor], rate: float | Tensor) -> None:
     """Decay parameters: multiply them by 1 - rate."""
-    if isinstance(rate, Tensor) or rate != 0:
+    if parameters and (isinstance(rate, Tensor) or rate != 0):
         torch._foreach_mul_(parameters, 1 - rate)

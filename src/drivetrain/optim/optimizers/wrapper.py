@@ -5,6 +5,7 @@ checkpoints work on the real ones. Tensors that a wrapper keeps for a parameter 
 name for them, but are held apart, because many optimizers take an empty entry to mean "not begun".
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -210,12 +211,12 @@ class Cautious(WrappedOptimizer):
         inner: Optimizer = self
         while isinstance(inner, WrappedOptimizer):
             inner = inner.base_optimizer
-        name, decay = type(inner).__name__, group.get("weight_decay", 0.0)
-        decoupled = group.get("decoupled_weight_decay", name in _DECOUPLED)
+        names, decay = {cls.__name__ for cls in type(inner).__mro__}, group.get("weight_decay", 0.0)
+        decoupled = group.get("decoupled_weight_decay", not names.isdisjoint(_DECOUPLED))
         if not decay or not decoupled:
             return 0.0, decay
         group["weight_decay"] = 0.0
-        return decay * group["lr"] / ((group["initial_lr"] or 1) if name.startswith("Decoupled") else 1), decay
+        return decay * group["lr"] / ((group["initial_lr"] or math.inf) if "_ScheduledDecay" in names else 1), decay
 
 
 _SAM_STEPS = "sam_step"
@@ -286,6 +287,10 @@ class SAMOptimizer(WrappedOptimizer):
         before = {p: copy_of(p) for p in moved}
         norm = torch.nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if is_dtensor(norm) else norm  # type: ignore[attr-defined]
-        offsets = torch._foreach_mul(local_parts(gradients), self.rho / (norm + self.epsilon))
-        torch._foreach_add_(local_parts(moved), offsets)
+        radius = self.rho / (norm + self.epsilon)
+        for group in self.param_groups:
+            own = [p for p in group["params"] if p in before]
+            if own:  # the worst point is where the loss is largest, or what is maximized is smallest
+                offsets = torch._foreach_mul(gradients_of(own), -radius if group.get("maximize") else radius)
+                torch._foreach_add_(local_parts(own), offsets)
         return before
