@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from drivetrain.core.display import spreadsheet_cell
 from drivetrain.core.errors import StateError
 from drivetrain.core.files import atomic_write, load_json, make_inner_folder, open_regular, open_to_read, replace_bytes
+from drivetrain.core.plain import spelled
 from drivetrain.core.types import Settings
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class JsonlSink(FileSink):
         )
 
     def _add(self, kind: str, tag: str, value: object, step: int, time: float) -> None:
-        row = {"step": step, "time": round(time, 3), "kind": kind, "tag": tag, "value": _spelled(value)}
+        row = {"step": step, "time": round(time, 3), "kind": kind, "tag": tag, "value": spelled(value)}
         self._waiting.append(json.dumps(row, allow_nan=False) + "\n")
 
     text = partialmethod(_add, "text")
@@ -224,17 +225,6 @@ def parse_row(line: bytes, file: Path, number: int) -> Settings:
             "remove the line to read the others."
         ) from None
     return row
-
-
-def _spelled(value: object) -> object:
-    """Return a plain value with NaN and infinity as strings."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _spelled(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_spelled(item) for item in value]
-    return value
 
 
 TABLE_NAME = "scalars.csv"
