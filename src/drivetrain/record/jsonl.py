@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time as clock
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,38 +169,59 @@ def iterate_metrics(file: Path) -> Iterator[Settings]:
     """Yield the rows of a `metrics.jsonl` that no resume superseded, one at a time: a long file needs no more memory than a short one."""
     with open_to_read(file) as stream:
         size = os.fstat(stream.fileno()).st_size  # rows that are added while it is read are left out
-        resumes = valid_resumes(
-            (number, row["step"], row.get("lines"))
-            for number, line in _whole_lines(stream, size)
-            if b'"resume"' in line and (row := parse_row(line, file, number))["kind"] == "resume"
-        )
-        stream.seek(0)
-        for number, line in _whole_lines(stream, size):
-            row = parse_row(line, file, number)
-            if row["kind"] == "resume":
-                resumes = [later for later in resumes if later[0] > number]
-            elif not any(row["step"] >= step if lines is None else number >= lines for _, step, lines in resumes):
-                yield row
+        resumes = find_resumes(stream, file, size)
+        for number, block in whole_blocks(stream, size):
+            yield from rows_of(block, number, resumes, file)
 
 
-def valid_resumes(resumes: Iterable[tuple[int, int, int | None]]) -> list[tuple[int, int, int | None]]:
-    """Return the resumes (their line and step, and the lines before them that count) without those in lines that a later one supersedes."""
-    valid: list[tuple[int, int, int | None]] = []
-    end = math.inf
-    for number, step, lines in reversed(list(resumes)):
-        if number < end:
-            valid.insert(0, (number, step, lines))
+BLOCK = 2**16
+"""Bytes that are read at a time."""
+ResumeLine = tuple[int, int, int | None]
+"""The number of a line that marks a resume, its step, and how many lines before it count."""
+
+
+def whole_blocks(stream: BinaryIO, size: int, start: int = 0, number: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Yield whole lines up to `size` bytes, with the number of the first; a last line that was cut short is left out.
+
+    `start` is where to begin, which is line `number`.
+    """
+    stream.seek(start)
+    left, pieces = size - start, list[bytes]()
+    while left > 0 and (part := stream.read(min(BLOCK, left))):
+        left -= len(part)
+        cut = part.rfind(b"\n") + 1
+        pieces.append(part[:cut] if cut else part)
+        if cut:
+            block = b"".join(pieces)
+            yield number, block
+            number += block.count(b"\n")
+            pieces = [part[cut:]]
+
+
+def find_resumes(stream: BinaryIO, file: Path, size: int, start: int = 0, number: int = 0) -> list[ResumeLine]:
+    """Return the resumes in whole lines, without those in lines that a later one supersedes."""
+    found: list[ResumeLine] = []
+    for first, block in whole_blocks(stream, size, start, number):
+        if b'"resume"' in block:
+            for place, line in enumerate(block[:-1].split(b"\n"), start=first):
+                if b'"resume"' in line and (row := parse_row(line, file, place))["kind"] == "resume":
+                    found.append((place, row["step"], row.get("lines")))
+    valid, end = list[ResumeLine](), math.inf
+    for place, step, lines in reversed(found):
+        if place < end:
+            valid.insert(0, (place, step, lines))
             end = end if lines is None else min(end, lines)
     return valid
 
 
-def _whole_lines(stream: BinaryIO, size: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of the first `size` bytes with their numbers; a last one that was cut short is left out."""
-    for number, line in enumerate(stream):
-        size -= len(line)
-        if size < 0 or not line.endswith(b"\n"):
-            return
-        yield number, line[:-1]
+def rows_of(block: bytes, number: int, resumes: list[ResumeLine], file: Path) -> Iterator[Settings]:
+    """Yield the rows of whole lines that no resume superseded; those that have been passed are removed from `resumes`."""
+    for place, line in enumerate(block[:-1].split(b"\n"), start=number):
+        row = parse_row(line, file, place)
+        if row["kind"] == "resume":
+            resumes[:] = [later for later in resumes if later[0] > place]
+        elif not any(row["step"] >= step if lines is None else place >= lines for _, step, lines in resumes):
+            yield row  # else it was recorded again after that resume
 
 
 def parse_row(line: bytes, file: Path, number: int) -> Settings:
