@@ -10,6 +10,7 @@ import pytest
 from drivetrain.core.errors import StateError
 from drivetrain.experiment import summaries
 from drivetrain.experiment.summaries import FILE_NAME, summarize_metrics, summary_of
+from drivetrain.record import jsonl
 from drivetrain.record.jsonl import JsonlSink, read_metrics
 from drivetrain.record.sink import Resume
 
@@ -45,7 +46,7 @@ def check_agrees(file):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_summary_that_grows_agrees_with_reading_the_whole_file(tmp_path, monkeypatch, seed):
-    monkeypatch.setattr(summaries, "BLOCK", 700)  # many blocks
+    monkeypatch.setattr(jsonl, "BLOCK", 700)  # many blocks
     draw, file, lines = random.Random(seed), tmp_path / "metrics.jsonl", 0
     for _ in range(12):
         rows = []
@@ -85,10 +86,10 @@ def test_only_added_rows_are_read(tmp_path, monkeypatch):
     write_rows(file, [scalar(step, "loss", 1.0) for step in range(5000)])
     summarize_metrics(file)
     read = []
-    original = summaries._blocks
-    monkeypatch.setattr(
-        summaries, "_blocks", lambda *a: (read.append(len(block)) or (n, block) for n, block in original(*a))
-    )
+    original = jsonl.whole_blocks
+    counting = lambda *a: (read.append(len(block)) or (n, block) for n, block in original(*a))
+    for module in (summaries, jsonl):
+        monkeypatch.setattr(module, "whole_blocks", counting)
     assert summarize_metrics(file).tags["loss"].count == 5000 and not read
     write_rows(file, [scalar(5000, "loss", 0.5)])
     assert summarize_metrics(file).tags["loss"].low == 0.5 and 0 < sum(read) < 300

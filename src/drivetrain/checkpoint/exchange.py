@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from drivetrain.core.errors import CheckpointError
+from drivetrain.core.errors import CheckpointError, first_line
 from drivetrain.runtime.collectives import control_group, gather_objects
 from drivetrain.runtime.ranks import get_num_processes, get_rank
 
@@ -41,7 +41,7 @@ class RankExchange:
             dist.monitored_barrier(self.group, timeout=self.deadline, wait_all_ranks=True)
         except RuntimeError as error:
             raise CheckpointError(
-                f"{purpose}: not every rank arrived within {self.deadline.total_seconds():.0f} s ({_first_line(error)}). "
+                f"{purpose}: not every rank arrived within {self.deadline.total_seconds():.0f} s ({first_line(error)}). "
                 "All ranks must call it, in the same order; a condition such as `if is_master():` around it is the "
                 "usual cause."
             ) from error
@@ -124,7 +124,3 @@ def background_exchange() -> RankExchange:
 
 def _describe(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

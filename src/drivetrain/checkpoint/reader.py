@@ -26,7 +26,7 @@ from drivetrain.checkpoint.exchange import AttemptResults, RankExchange
 from drivetrain.checkpoint.layout import CheckpointNotFoundError, Manifest, Verify
 from drivetrain.checkpoint.snapshot import Merge, RankState, read_rank, state_for_rank
 from drivetrain.checkpoint.tree import STATE_LIMIT, parse_structure, tensor_names, unflatten
-from drivetrain.core.errors import CheckpointError, ResumeError
+from drivetrain.core.errors import CheckpointError, ResumeError, first_line
 from drivetrain.core.files import read_limited
 from drivetrain.core.types import StateDict
 from drivetrain.runtime.ranks import get_num_processes, get_rank
@@ -263,10 +263,10 @@ def read_torch_file(path: Path, map_location: Any = "cpu") -> Any:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds more than tensors and plain containers, and reading it could run code, so it is not read. "
-            f"If you trust it, save it again as state dicts. ({next(iter(str(error).strip().splitlines()), type(error).__name__)})"
+            f"If you trust it, save it again as state dicts. ({first_line(error)})"
         ) from None
     except Exception as error:  # a damaged file can raise anything
-        reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise CheckpointError(f"{path} cannot be read as a torch file; it is not a checkpoint ({reason})") from None
 
 

@@ -10,7 +10,6 @@ the reference covers is written and flushed before the checkpoint becomes valid.
 
 import hashlib
 import platform
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
@@ -27,8 +26,8 @@ from drivetrain.checkpoint.writer import Snapshot, WriteFailedError
 from drivetrain.context.context import Context
 from drivetrain.core.errors import CheckpointError, ConfigError, ResumeError, StateError
 from drivetrain.core.types import StateDict
-from drivetrain.runtime.codec import is_packed_generator, pack, unpack
-from drivetrain.runtime.coders import tag_of
+from drivetrain.runtime.codec import is_packed_generator, pack
+from drivetrain.runtime.coders import GENERATORS, TAG
 from drivetrain.runtime.run import ExperimentRun, current_run
 from drivetrain.runtime.seeds import capture_rng, derive_seed, preserve_rng_state, same_state, set_seed
 
@@ -295,16 +294,10 @@ def state_for_rank(folder: Path, manifest: Manifest, rank: int, size: int, merge
 
 def _fresh_generator(packed: StateDict, seed: int) -> object:
     """Return the packed state of a generator of the same kind that starts from `seed`."""
-    if tag_of(packed) == "generator":
-        try:
-            generator = torch.Generator(torch.device(packed["value"]["device"]).type)
-        except RuntimeError:  # saved on a device that is not here
-            generator = torch.Generator()
-        return pack(generator.manual_seed(seed))
-    if tag_of(packed) == "random":
-        return pack(random.Random(seed))
-    import numpy as np
-
-    if tag_of(packed) == "numpy_random_state":
-        return pack(np.random.RandomState(seed % 2**32))
-    return pack(np.random.Generator(type(unpack(packed).bit_generator)(seed)))
+    kind = GENERATORS[packed[TAG]]
+    try:
+        generator = kind.make(packed["value"])
+    except RuntimeError:  # saved on a device that is not here
+        generator = torch.Generator()
+    kind.reseed(generator, seed)
+    return pack(generator)

@@ -166,7 +166,7 @@ class State(Context):
         if dataloader is None:
             self._dataloader_len = None
         else:
-            self.dataloader_len = _length(dataloader) if dataloader_len is None else dataloader_len
+            self.dataloader_len = length(dataloader) if dataloader_len is None else dataloader_len
 
     def batch_get_item(self, key: BatchKey) -> Any:
         """Return a part of the current batch; `drivetrain.context.batch` describes the keys."""
@@ -234,7 +234,8 @@ def _as_tuple(value: object) -> tuple[Item, ...]:
     return () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-def _length(loader: Any) -> int | None:
+def length(loader: Any) -> int | None:
+    """Return the number of batches of a loader, None for one without a length."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError, AttributeError):  # an iterable dataset has no length

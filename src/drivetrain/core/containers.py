@@ -5,7 +5,7 @@ Also attributes and environment variables that have other values inside a block.
 import copy
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -118,3 +118,17 @@ def leaves(value: object, kind: type[T]) -> Iterator[T]:
     elif is_dataclass(value):
         for item in field_values(value).values():
             yield from leaves(item, kind)
+
+
+def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Yield each item and whether it is the last, by reading one ahead.
+
+    >>> list(with_last("ab"))
+    [('a', False), ('b', True)]
+    """
+    iterator = iter(items)
+    for current in iterator:
+        for following in iterator:
+            yield current, False
+            current = following
+        yield current, True

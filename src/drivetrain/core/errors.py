@@ -246,3 +246,8 @@ def unknown_name(kind: str, name: object, valid: Iterable[str], *, where: str = 
     choices = [str(choice) for choice in valid]
     place = f"{where}: " if where else ""
     return f"{place}unknown {kind} {name!r}.{did_you_mean(name, choices)} Valid: {', '.join(choices)}."
+
+
+def first_line(error: object) -> str:
+    """Return the first line of an error's message, or its class where it has none, as an assertion."""
+    return str(error).strip().partition("\n")[0][:300].rstrip(".") or type(error).__name__

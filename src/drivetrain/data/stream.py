@@ -20,6 +20,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch.utils.data
 from torch.utils.data import default_collate, default_convert
 
+from drivetrain.core.containers import with_last
 from drivetrain.core.errors import DistributedError, ResumeError
 from drivetrain.core.types import Batch, StateDict
 from drivetrain.data.order import BatchInfo, Pairs, RankShare, keeps_state, share_of
@@ -268,12 +269,9 @@ def _sharded_steps(
 
 def mark_last(pairs: Pairs) -> Pairs:
     """Read one batch ahead, so that the last batch is known to be the last."""
-    held = next(pairs, None)
-    while held is not None:
-        following = next(pairs, None)
-        held[0].last = following is None
-        yield held
-        held = following
+    for pair, is_last in with_last(pairs):
+        pair[0].last = is_last
+        yield pair
 
 
 def gathered_stream_state(own: object, mode: IterableMode, rank: int, world: int, num_workers: int) -> object:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ParameterError
+from drivetrain.core.plain import plain
 from drivetrain.core.secret import MASK, Secret, hide, is_secret_value, looks_secret, texts_of
-from drivetrain.experiment.run_folder import plain
 from drivetrain.experiment.values import BadValue, choice_of, declared_type, is_secret_type, wraps_secret
 
 SECRET_VARIABLE = "DRIVETRAIN_SECRET_"

@@ -15,6 +15,7 @@ from typing import Any
 from drivetrain.core.errors import ConfigError, ExperimentError
 from drivetrain.core.files import is_real_folder, is_regular, load_json, open_regular, read_limited
 from drivetrain.core.locking import is_locked
+from drivetrain.core.plain import is_number
 from drivetrain.core.types import Settings
 from drivetrain.experiment.run_folder import (
     JOURNAL,
@@ -26,7 +27,6 @@ from drivetrain.experiment.run_folder import (
     REMARKS,
     STATUS,
     SWEEPS,
-    is_number,
     read_json,
     write_json,
 )

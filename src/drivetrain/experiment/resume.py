@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import ParameterError, ResumeError
 from drivetrain.core.locking import is_locked
+from drivetrain.core.plain import plain
 from drivetrain.experiment.parameters import BOOKKEEPING, ParameterSet
 from drivetrain.experiment.records import RunRecord, find_by_id, find_runs, is_run, read_run
 from drivetrain.experiment.resolve import AUTO, NEVER, Resolved, check_required, holds_mask, masked_value
-from drivetrain.experiment.run_folder import PARAMETERS, plain
+from drivetrain.experiment.run_folder import PARAMETERS
 
 if TYPE_CHECKING:
     from drivetrain.experiment.experiments import Experiment

@@ -5,7 +5,6 @@ The log has one handler for its file and one for the console, there while the ru
 a level that lets messages of level INFO through (DEBUG with `--debug`); afterwards it is as it was.
 """
 
-import enum
 import functools
 import json
 import logging
@@ -16,16 +15,14 @@ import string
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import date, timedelta
 from pathlib import Path
-from typing import Any, TypeGuard
 
 from drivetrain.core.display import printable_lines
 from drivetrain.core.errors import ExperimentError, ParameterError
 from drivetrain.core.files import PRIVATE_FILE, PRIVATE_FOLDER, load_json, open_regular, read_limited, replace_bytes
+from drivetrain.core.plain import plain
 from drivetrain.core.secret import hide
 from drivetrain.core.types import Settings
 from drivetrain.runtime.run import ExperimentRun
@@ -44,9 +41,6 @@ SOURCE_LIMIT = 64 * 2**20
 MAX_DIFF = 500_000
 """Characters of a git diff that are kept; generated files can have millions."""
 PACKAGE_LINE = re.compile(r"^(Name|Version): *(.*?)\r?$", re.MULTILINE)
-ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-LARGEST_INT = 10**290
-"""Whole numbers beyond are text, because no float holds them, and readers of JSON reject them."""
 HEARTBEAT_SECONDS = 10.0
 
 
@@ -114,87 +108,6 @@ def write_parameters(folder: Path, values: Mapping[str, object]) -> None:
     from drivetrain.core.yaml import dump_yaml
 
     write_text(folder / PARAMETERS, dump_yaml({name: plain(value) for name, value in values.items()}))
-
-
-def plain(value: object) -> Any:
-    """Return a value as JSON and YAML can write it; what they cannot express becomes text.
-
-    >>> plain({"path": Path("a"), "betas": (0.9, 0.99)})
-    {'path': 'a', 'betas': [0.9, 0.99]}
-    """
-    try:
-        return _plain(value)
-    except RecursionError:  # it is nested too deeply, or contains itself
-        return plain_text(value)
-
-
-def _plain(value: object) -> Any:
-    if value is None:
-        return None
-    if isinstance(value, enum.Enum):
-        return value.name
-    if isinstance(value, bytes):
-        return value.decode(errors="backslashreplace")
-    if callable(getattr(type(value), "model_dump", None)):  # a model of pydantic
-        value = value.model_dump(mode="json")  # type: ignore[attr-defined]
-    if isinstance(value, Mapping):
-        return {str(_plain(key)): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | deque):
-        return [_plain(item) for item in value]
-    if isinstance(value, set | frozenset):
-        return sorted((_plain(item) for item in value), key=str)
-    if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
-        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    if isinstance(value, int) and abs(value) > LARGEST_INT:
-        return hex(value)
-    for kind in (bool, int, float):
-        if isinstance(value, kind):  # a subclass too, such as a numpy float
-            return kind(value)
-    number = None if isinstance(value, str) else _number(value)
-    return plain_text(value) if number is None else number
-
-
-def plain_text(value: object) -> str:
-    """Return a value as text that files hold: in UTF-8, and without the address that Python shows of an object."""
-    try:
-        text = str(value)
-    except Exception as error:  # code of the user's
-        text = f"<{type(value).__name__}, whose text cannot be made: {type(error).__name__}>"
-    text = text if isinstance(value, str) else ADDRESS.sub("", text)
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def error_text(error: BaseException) -> str:
-    """Return an error as one text."""
-    return f"{type(error).__name__}: {plain_text(error)}"
-
-
-def is_number(value: object) -> TypeGuard[int | float]:
-    """Return whether a value is a number; True and False are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def is_plain(value: object) -> bool:
-    """Return whether `plain` keeps everything of a value, so that it can be returned later."""
-    try:
-        if isinstance(value, Mapping):
-            return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
-        if isinstance(value, list | tuple):
-            return all(is_plain(item) for item in value)
-    except RecursionError:
-        return False
-    return value is None or isinstance(value, bool | int | float | str) or _number(value) is not None
-
-
-def _number(value: object) -> int | float | None:
-    """Return the number in a one-element tensor or array, None for anything else."""
-    if isinstance(value, date | timedelta) or not hasattr(value, "item") or not hasattr(value, "dtype"):
-        return None
-    try:
-        number = value.item()
-    except (ValueError, RuntimeError, TypeError):
-        return None
-    return number if isinstance(number, int | float) else None
 
 
 def describe_run(source: Path | None, hidden: Iterable[str], **fields: object) -> dict[str, object]:

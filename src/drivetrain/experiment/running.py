@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.core.display import printable
 from drivetrain.core.errors import ExperimentError, ResumeError
 from drivetrain.core.locking import FolderLock
+from drivetrain.core.plain import error_text, is_plain, plain
 from drivetrain.core.secret import hide, mask_command
 from drivetrain.core.types import Settings
 from drivetrain.experiment import processes, proxies, resume, run_folder
@@ -66,7 +67,7 @@ class RunOutcome:
     def sentence(self) -> str | None:
         """The error as one text; being stopped by a signal is a state, not an error."""
         stopped = self.state == "interrupted" and isinstance(self.error, SystemExit | KeyboardInterrupt)
-        return None if self.error is None or stopped else run_folder.error_text(self.error)
+        return None if self.error is None or stopped else error_text(self.error)
 
     def outcome(self) -> Any:
         """Return the result, or raise the error."""
@@ -262,7 +263,7 @@ def _run_in(
                 # Written now, so that listing runs need not read all their rows.
                 summary_of(start.folder / run_folder.METRICS)
                 result = ending.result
-                fields = {"result": run_folder.plain(result), "result_is_complete": run_folder.is_plain(result)}
+                fields = {"result": plain(result), "result_is_complete": is_plain(result)}
                 fields |= {"pruned": True} if ending.is_pruned else {}
                 error = ending.sentence and hide(ending.sentence, run.hidden)
                 try:

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +20,10 @@ from drivetrain.core.errors import StateError
 from drivetrain.core.files import open_to_read
 from drivetrain.experiment.directions import direction_of
 from drivetrain.experiment.run_folder import read_json, write_text
-from drivetrain.record.jsonl import parse_row, valid_resumes
+from drivetrain.record.jsonl import find_resumes, rows_of, whole_blocks
 
 FILE_NAME = "metrics.summary.json"
 SCHEMA = 1
-BLOCK = 2**16
-"""Bytes that are read at a time."""
 TAIL = 256
 """Bytes before the end of what was read that are compared, to notice that another file has taken its place."""
 ROW = re.compile(
@@ -168,48 +166,18 @@ def read_added(known: Summary, file: Path) -> Summary:
 
 def _extended(summary: Summary, stream: BinaryIO, size: int, file: Path) -> Summary:
     """Add the rows after what the summary has; a resume that supersedes rows it has makes it begin again."""
-    resumes = valid_resumes(_resumes(stream, summary, size, file))
+    resumes = find_resumes(stream, file, size, summary.end, summary.lines)
     if any(lines is None or lines < summary.lines for _, _, lines in resumes):
         summary = type(summary)()
-        resumes = valid_resumes(_resumes(stream, summary, size, file))
-    for number, block in _blocks(stream, summary, size):
+        resumes = find_resumes(stream, file, size)
+    for number, block in whole_blocks(stream, size, summary.end, summary.lines):
         found = [] if resumes else ROW.findall(block)
         num_lines = block.count(b"\n")
         if len(found) != num_lines or not summary.add_scalars(found):
-            for place, line in enumerate(block[:-1].split(b"\n"), start=number):
-                row = parse_row(line, file, place)
-                if row["kind"] == "resume":
-                    resumes = [later for later in resumes if later[0] > place]
-                elif not any(
-                    row["step"] >= step if lines is None else place >= lines for _, step, lines in resumes
-                ):  # else it was recorded again after that resume
-                    summary.add_row(row)
+            for row in rows_of(block, number, resumes, file):
+                summary.add_row(row)
         summary.advance(num_lines, len(block))
     return summary
-
-
-def _resumes(stream: BinaryIO, summary: MetricsSummary, size: int, file: Path) -> Iterator[tuple[int, int, int | None]]:
-    """Yield line, step and superseded line of each resume after what the summary has."""
-    for number, block in _blocks(stream, summary, size):
-        if b'"resume"' in block:
-            for place, line in enumerate(block[:-1].split(b"\n"), start=number):
-                if b'"resume"' in line and (row := parse_row(line, file, place))["kind"] == "resume":
-                    yield place, row["step"], row.get("lines")
-
-
-def _blocks(stream: BinaryIO, summary: MetricsSummary, size: int) -> Iterator[tuple[int, bytes]]:
-    """Yield whole lines after what the summary has, with the number of the first; a last line that was cut short is left out."""
-    stream.seek(summary.end)
-    left, number, pieces = size - summary.end, summary.lines, list[bytes]()
-    while left > 0 and (part := stream.read(min(BLOCK, left))):
-        left -= len(part)
-        cut = part.rfind(b"\n") + 1
-        pieces.append(part[:cut] if cut else part)
-        if cut:
-            block = b"".join(pieces)
-            yield number, block
-            number += block.count(b"\n")
-            pieces = [part[cut:]]
 
 
 def _tail(stream: BinaryIO, end: int) -> int:

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from drivetrain.core.errors import ConfigError
-from drivetrain.module.probing import attributes_set, first_line, on_fake_tensors, use_copied_buffers
+from drivetrain.core.errors import ConfigError, first_line
+from drivetrain.module.probing import attributes_set, on_fake_tensors, use_copied_buffers
 
 VALUE, FLOPS = "value", "flops"
 _FACTORIES = (

@@ -113,11 +113,6 @@ def attributes_set(changes: Iterable[tuple[object, str, object]]) -> Iterator[No
             setattr(owner, name, value)
 
 
-def first_line(error: Exception) -> str:
-    """Return the beginning of an error's message, which may be empty, as that of an assertion."""
-    return str(error).strip().partition("\n")[0][:160].rstrip(".")
-
-
 def eval_mode(module: nn.Module) -> AbstractContextManager[None]:
     """Set evaluation mode inside a context."""
     return attributes_set((child, "training", False) for child in module.modules())

@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, first_line
 from drivetrain.module.blocks import find_blocks
-from drivetrain.module.probing import LENGTH, first_line, floats_in, tensors_in
+from drivetrain.module.probing import LENGTH, floats_in, tensors_in
 from drivetrain.module.tensor_parallel import is_splittable
 from drivetrain.module.tensor_trials import BlockTrial, agree, inputs_of_blocks, isolated_trial, structure_of
 from drivetrain.module.wrapping import user_class

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from drivetrain.core.display import format_bytes
+from drivetrain.core.errors import first_line
 from drivetrain.module.blocks import find_blocks
-from drivetrain.module.probing import attributes_set, first_line, tensors_in
+from drivetrain.module.probing import attributes_set, tensors_in
 from drivetrain.module.tensor_parallel import features, is_splittable, weight_dim
 from drivetrain.module.tensor_trials import BlockTrial, agree, inputs_of_blocks, isolated_trial, structure_of
 

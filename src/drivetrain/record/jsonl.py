@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time as clock
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from drivetrain.core.display import spreadsheet_cell
 from drivetrain.core.errors import StateError
 from drivetrain.core.files import atomic_write, load_json, make_inner_folder, open_regular, open_to_read, replace_bytes
+from drivetrain.core.plain import spelled
 from drivetrain.core.types import Settings
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class JsonlSink(FileSink):
         )
 
     def _add(self, kind: str, tag: str, value: object, step: int, time: float) -> None:
-        row = {"step": step, "time": round(time, 3), "kind": kind, "tag": tag, "value": _spelled(value)}
+        row = {"step": step, "time": round(time, 3), "kind": kind, "tag": tag, "value": spelled(value)}
         self._waiting.append(json.dumps(row, allow_nan=False) + "\n")
 
     text = partialmethod(_add, "text")
@@ -168,38 +169,59 @@ def iterate_metrics(file: Path) -> Iterator[Settings]:
     """Yield the rows of a `metrics.jsonl` that no resume superseded, one at a time: a long file needs no more memory than a short one."""
     with open_to_read(file) as stream:
         size = os.fstat(stream.fileno()).st_size  # rows that are added while it is read are left out
-        resumes = valid_resumes(
-            (number, row["step"], row.get("lines"))
-            for number, line in _whole_lines(stream, size)
-            if b'"resume"' in line and (row := parse_row(line, file, number))["kind"] == "resume"
-        )
-        stream.seek(0)
-        for number, line in _whole_lines(stream, size):
-            row = parse_row(line, file, number)
-            if row["kind"] == "resume":
-                resumes = [later for later in resumes if later[0] > number]
-            elif not any(row["step"] >= step if lines is None else number >= lines for _, step, lines in resumes):
-                yield row
+        resumes = find_resumes(stream, file, size)
+        for number, block in whole_blocks(stream, size):
+            yield from rows_of(block, number, resumes, file)
 
 
-def valid_resumes(resumes: Iterable[tuple[int, int, int | None]]) -> list[tuple[int, int, int | None]]:
-    """Return the resumes (their line and step, and the lines before them that count) without those in lines that a later one supersedes."""
-    valid: list[tuple[int, int, int | None]] = []
-    end = math.inf
-    for number, step, lines in reversed(list(resumes)):
-        if number < end:
-            valid.insert(0, (number, step, lines))
+BLOCK = 2**16
+"""Bytes that are read at a time."""
+ResumeLine = tuple[int, int, int | None]
+"""The number of a line that marks a resume, its step, and how many lines before it count."""
+
+
+def whole_blocks(stream: BinaryIO, size: int, start: int = 0, number: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Yield whole lines up to `size` bytes, with the number of the first; a last line that was cut short is left out.
+
+    `start` is where to begin, which is line `number`.
+    """
+    stream.seek(start)
+    left, pieces = size - start, list[bytes]()
+    while left > 0 and (part := stream.read(min(BLOCK, left))):
+        left -= len(part)
+        cut = part.rfind(b"\n") + 1
+        pieces.append(part[:cut] if cut else part)
+        if cut:
+            block = b"".join(pieces)
+            yield number, block
+            number += block.count(b"\n")
+            pieces = [part[cut:]]
+
+
+def find_resumes(stream: BinaryIO, file: Path, size: int, start: int = 0, number: int = 0) -> list[ResumeLine]:
+    """Return the resumes in whole lines, without those in lines that a later one supersedes."""
+    found: list[ResumeLine] = []
+    for first, block in whole_blocks(stream, size, start, number):
+        if b'"resume"' in block:
+            for place, line in enumerate(block[:-1].split(b"\n"), start=first):
+                if b'"resume"' in line and (row := parse_row(line, file, place))["kind"] == "resume":
+                    found.append((place, row["step"], row.get("lines")))
+    valid, end = list[ResumeLine](), math.inf
+    for place, step, lines in reversed(found):
+        if place < end:
+            valid.insert(0, (place, step, lines))
             end = end if lines is None else min(end, lines)
     return valid
 
 
-def _whole_lines(stream: BinaryIO, size: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of the first `size` bytes with their numbers; a last one that was cut short is left out."""
-    for number, line in enumerate(stream):
-        size -= len(line)
-        if size < 0 or not line.endswith(b"\n"):
-            return
-        yield number, line[:-1]
+def rows_of(block: bytes, number: int, resumes: list[ResumeLine], file: Path) -> Iterator[Settings]:
+    """Yield the rows of whole lines that no resume superseded; those that have been passed are removed from `resumes`."""
+    for place, line in enumerate(block[:-1].split(b"\n"), start=number):
+        row = parse_row(line, file, place)
+        if row["kind"] == "resume":
+            resumes[:] = [later for later in resumes if later[0] > place]
+        elif not any(row["step"] >= step if lines is None else place >= lines for _, step, lines in resumes):
+            yield row  # else it was recorded again after that resume
 
 
 def parse_row(line: bytes, file: Path, number: int) -> Settings:
@@ -224,17 +246,6 @@ def parse_row(line: bytes, file: Path, number: int) -> Settings:
             "remove the line to read the others."
         ) from None
     return row
-
-
-def _spelled(value: object) -> object:
-    """Return a plain value with NaN and infinity as strings."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _spelled(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_spelled(item) for item in value]
-    return value
 
 
 TABLE_NAME = "scalars.csv"

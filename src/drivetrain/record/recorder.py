@@ -18,13 +18,14 @@ from torch import Tensor
 
 from drivetrain.core.arguments import naming
 from drivetrain.core.errors import ConfigError, ConfigTypeError, ExperimentError, StateError, unknown_name
+from drivetrain.core.plain import encodable, plain
 from drivetrain.core.secret import masked
 from drivetrain.core.time import TimeUnit, ensure_time
 from drivetrain.core.types import StateDict
 from drivetrain.record.buffer import count_values
 from drivetrain.record.images import check_figure, check_image, encode_figure
 from drivetrain.record.jsonl import CsvSink, JsonlSink
-from drivetrain.record.sink import ConsoleSink, GuardedSink, Resume, Row, encodable, plain
+from drivetrain.record.sink import ConsoleSink, GuardedSink, Resume, Row
 from drivetrain.record.stream import Stream, check_tag
 from drivetrain.record.trackers import MlflowSink, TensorBoardSink, WandbSink, has_tensorboard
 from drivetrain.runtime.ranks import is_master

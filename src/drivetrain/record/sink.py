@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TextIO, overload
+from typing import Any, NamedTuple, Protocol, TextIO
 
 from drivetrain.core.display import printable, printable_lines
 from drivetrain.core.errors import ConfigTypeError
@@ -95,28 +95,6 @@ class Row(NamedTuple):
     value: Any
     step: int
     time: float
-
-
-@overload
-def plain(value: Mapping[str, object]) -> dict[str, object]: ...
-@overload
-def plain(value: object) -> object: ...
-def plain(value: object) -> object:
-    """Return a copy that consists of what JSON knows; anything else becomes its text. Tensors of one element are read."""
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    if isinstance(value, Mapping):
-        return {encodable(str(key)): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value]
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item") and type(value.item()) is not type(value):
-        return plain(value.item())
-    return encodable(str(value))
-
-
-def encodable(text: str) -> str:
-    """Return a text that can be written as UTF-8; the name of a file on the disk need not be such a text."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 logger = logging.getLogger(__name__)

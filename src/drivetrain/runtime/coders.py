@@ -169,6 +169,8 @@ class Generators(NamedTuple):
     make: Callable[[Content], Any]
     """Returns a generator that a saved state fits."""
     restore: Callable[[Any, Content], None]
+    reseed: Callable[[Any, int], object]
+    """Makes a generator start again from a seed."""
 
 
 def _restore_torch(generator: torch.Generator, content: Content) -> None:
@@ -199,26 +201,35 @@ GENERATORS: dict[str, Generators] = {
         lambda value: {"device": str(value.device), "seed": value.initial_seed(), "state": value.get_state()},
         lambda content: torch.Generator(torch.device(content["device"]).type),  # this process may have another device
         _restore_torch,
+        torch.Generator.manual_seed,
     ),
     "numpy_generator": Generators(
         _is_numpy_random("Generator"),
         lambda value: value.bit_generator.state,
         lambda content: np.random.Generator(_numpy_bits(content)),
         lambda generator, content: setattr(generator.bit_generator, "state", content),
+        lambda generator, seed: setattr(generator.bit_generator, "state", type(generator.bit_generator)(seed).state),
     ),
     "numpy_random_state": Generators(
         _is_numpy_random("RandomState"),
         lambda value: value.get_state(legacy=False),
         lambda content: np.random.RandomState(_numpy_bits(content)),
         lambda generator, content: generator.set_state(content),
+        lambda generator, seed: generator.set_state(np.random.RandomState(seed % 2**32).get_state(legacy=False)),
     ),
     "random": Generators(
         lambda value: isinstance(value, random.Random) and not isinstance(value, random.SystemRandom),
         random_state,
         lambda content: random.Random(),
         set_random_state,
+        random.Random.seed,
     ),
 }
+
+
+def generator_kind(value: object) -> Generators | None:
+    """Return the row of a random generator, None for any other value."""
+    return next((kind for kind in GENERATORS.values() if kind.holds(value)), None)
 
 
 def _generator_coder(tag: str, kind: Generators) -> Coder:

@@ -20,6 +20,7 @@ from drivetrain.core.time import Clock, TimeUnit
 from drivetrain.module.accumulation import Count
 from drivetrain.module.compilation import copied, replays_graphs
 from drivetrain.module.loss_items import without_empty
+from drivetrain.module.probing import attributes_set
 from drivetrain.runtime.ranks import is_distributed
 from drivetrain.runtime.seeds import preserve_rng_state
 from drivetrain.train import loaders
@@ -81,15 +82,10 @@ def outside_run(trainer: "Trainer") -> Iterator[None]:
         yield
 
 
-@contextmanager
-def restored_modes(model: object) -> Iterator[None]:
+def restored_modes(model: object) -> AbstractContextManager[None]:
     """Restore every module's training flag."""
-    modes = [(module, module.training) for module in model.modules()] if isinstance(model, nn.Module) else []
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    return attributes_set((module, "training", module.training) for module in modules)
 
 
 @contextmanager

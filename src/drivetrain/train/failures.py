@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from drivetrain.context.state import State
 from drivetrain.core.containers import with_attributes
-from drivetrain.core.errors import BatchError, BatchOutputError, NonFiniteError
+from drivetrain.core.errors import BatchError, BatchOutputError, NonFiniteError, first_line
 from drivetrain.core.time import Clock
 from drivetrain.core.types import StateDict
 from drivetrain.module.distributed_tensors import is_dtensor
@@ -85,8 +85,7 @@ def explain_failure(error: BaseException, model: object, loss_func: object, batc
             "Run the same batch with Trainer(device='cpu') to see it."
         )
     if batch_index == 0 and by_torch and type(error) in _BUILT_IN and not in_data:
-        first_line = str(error).strip().partition("\n")[0]
-        return BatchError(f"{text} {type(error).__name__}: {first_line}")
+        return BatchError(f"{text} {type(error).__name__}: {first_line(error)}")
     error.add_note(text)
     return error
 

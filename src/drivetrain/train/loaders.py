@@ -7,6 +7,7 @@ all ranks. A loader that the user built is used unchanged; what it does not repo
 import itertools
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from drivetrain.context.moving import move_to_device
+from drivetrain.context.state import length as length
+from drivetrain.core.containers import with_environment, with_last
 from drivetrain.core.errors import ConfigError, warn
 from drivetrain.core.types import Settings
 from drivetrain.data.columns import find_columns
@@ -233,14 +236,6 @@ def limit(loader: object, batches: int | float | None) -> Any:
     return DataLoaderSlice(loader, batches)
 
 
-def length(loader: Any) -> int | None:
-    """Return the number of batches, or None for a loader without a length."""
-    try:
-        return len(loader)
-    except TypeError:
-        return None
-
-
 def batch_size_of_loader(loader: object) -> int | None:
     """Return the batch size per process that a loader was built with, or None."""
     size = getattr(loader, "batch_size", None)
@@ -294,13 +289,7 @@ def look_ahead(loader: Iterable[object]) -> Iterator[tuple[object, bool]]:
         for batch in smart:  # its position counts what was handed out, so nothing may be read ahead of the loop
             yield batch, bool(smart.batch_info and smart.batch_info.last)
         return
-    batches = iter(loader)
-    nothing = object()
-    current = next(batches, nothing)
-    while current is not nothing:
-        following = next(batches, nothing)
-        yield current, following is nothing
-        current = following
+    yield from with_last(loader)
 
 
 def move_model(runtime: "TrainerRuntime", model: object) -> Any:
@@ -338,20 +327,16 @@ class LimitBatches:
         if num_batches is not None and num_batches < 1:
             raise ConfigError(f"num_batches={num_batches}: expected at least 1, or None for no limit.")
         self.num_batches = num_batches
-        self._outer: list[dict[str, str | None]] = []
+        self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> "LimitBatches":
-        self._outer.append({name: os.environ.get(name) for name in _LIMIT_VARIABLES})
-        os.environ.update(
-            dict.fromkeys(_LIMIT_VARIABLES, "none" if self.num_batches is None else str(self.num_batches))
-        )
+        text = "none" if self.num_batches is None else str(self.num_batches)
+        self._entered.append(with_environment(**dict.fromkeys(_LIMIT_VARIABLES, text)))
+        self._entered[-1].__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for name, value in self._outer.pop().items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
 
 def limit_from_environment() -> int | None:

@@ -5,8 +5,6 @@ and callbacks read it afterwards. Nothing in it refers to the Trainer, so a fini
 cycle.
 """
 
-import copy
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +13,6 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +27,7 @@ from drivetrain.module.loss_items import LossWatch
 from drivetrain.module.stepper import Stepper
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.codec import pack, unpack
+from drivetrain.runtime.coders import generator_kind
 from drivetrain.runtime.ranks import data_rank, num_data_ranks
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.train import loaders
@@ -269,7 +267,6 @@ class Run:
 # evaluation. Of another loader the state is kept, or the generators that it, its samplers and its dataset hold. Those of the process need
 # nothing: an evaluation starts from those of training, and restores them.
 
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEPTH, _WIDTH = 5, 64  # a subset, its dataset, transforms, one of them; what is wider holds data
 
 
@@ -284,7 +281,7 @@ def loader_state(loader: object) -> StateDict | None:
             return {"own": pack(inner.state_dict())}
         except StateError:  # it holds what cannot be saved
             return None
-    held = {name: _copied(generator) for name, generator in held_generators(inner).items()}
+    held = {name: unpack(pack(generator)) for name, generator in held_generators(inner).items()}
     return {**state, "generators": held} if held else state or None
 
 
@@ -314,7 +311,7 @@ def held_generators(loader: object) -> dict[str, object]:
 
 
 def _collect(value: object, path: str, found: dict[str, object], depth: int) -> None:
-    if isinstance(value, _GENERATORS):
+    if generator_kind(value) is not None:
         if not any(value is known for known in found.values()):
             found[path] = value
         return
@@ -331,23 +328,11 @@ def _collect(value: object, path: str, found: dict[str, object], depth: int) -> 
             _collect(part, f"{path}.{name}", found, depth - 1)
 
 
-def _copied(generator: object) -> object:
-    if isinstance(generator, torch.Generator):
-        return torch.Generator(device=generator.device).set_state(generator.get_state())
-    return copy.deepcopy(generator)
-
-
 def _set(generator: object, saved: object) -> None:
     """Give a generator the state of another of its kind."""
-    match generator, saved:
-        case torch.Generator(), torch.Generator():
-            generator.set_state(saved.get_state())
-        case np.random.Generator(), np.random.Generator():
-            generator.bit_generator.state = saved.bit_generator.state
-        case np.random.RandomState(), np.random.RandomState():
-            generator.set_state(saved.get_state(legacy=False))
-        case random.Random(), random.Random():
-            generator.setstate(saved.getstate())
+    kind = generator_kind(generator)
+    if kind is not None and kind is generator_kind(saved):
+        kind.restore(generator, kind.state(saved))
 
 
 def _set_number(loader: object, number: int) -> None:

@@ -15,6 +15,7 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.experiment import summaries
 from drivetrain.experiment.reports import live
 from drivetrain.experiment.reports.live import Board, Server
+from drivetrain.record import jsonl
 from tests.experiment.folders import hold_lock, make_run, write_png
 from tests.experiment.reports.test_page import Balanced
 
@@ -87,10 +88,10 @@ def test_many_runs_are_read_little_by_little(tmp_path, impatient, monkeypatch):
 
 def test_a_run_that_goes_on_is_not_read_from_its_beginning(tmp_path, impatient, monkeypatch):
     folder = make_run(tmp_path, "one", state="running")
-    read, original = [], summaries._blocks
-    monkeypatch.setattr(
-        summaries, "_blocks", lambda *a: (read.append(len(block)) or (n, block) for n, block in original(*a))
-    )
+    read, original = [], jsonl.whole_blocks
+    counting = lambda *a: (read.append(len(block)) or (n, block) for n, block in original(*a))
+    for module in (summaries, jsonl):
+        monkeypatch.setattr(module, "whole_blocks", counting)
     board = Board([tmp_path])
     with hold_lock(folder):
         board.changes()

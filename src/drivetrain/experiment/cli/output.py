@@ -1,7 +1,6 @@
 """What verbs print: tables that fit the terminal, marked lines, or JSON for scripts; colours only where they are wanted."""
 
 import json
-import math
 import os
 import shlex
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.display import printable, printable_json
+from drivetrain.core.plain import spelled
 
 PLAIN_WIDTH = 160
 """Width of tables that go to a file or a pipe, where there is no terminal width."""
@@ -130,7 +130,7 @@ def indented(label: str, text: str) -> list[str]:
 
 def print_json(data: object) -> None:
     """Print data as JSON; NaN and infinities become strings, because JSON has none."""
-    print(printable_json(json.dumps(_without_nan(data), indent=2, ensure_ascii=False, default=str)))
+    print(printable_json(json.dumps(spelled(data), indent=2, ensure_ascii=False, default=str)))
 
 
 def print_either(as_json: bool, data: object, *lines: str) -> None:
@@ -162,16 +162,6 @@ def prints_to_stderr() -> Iterator[None]:
         sys.stderr.flush()
         os.dup2(kept, STDOUT)
         os.close(kept)
-
-
-def _without_nan(data: object) -> object:
-    if isinstance(data, float) and not math.isfinite(data):
-        return str(data)
-    if isinstance(data, dict):
-        return {str(name): _without_nan(value) for name, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_without_nan(value) for value in data]
-    return data
 
 
 def plain_text(value: object) -> str:

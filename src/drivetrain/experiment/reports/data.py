@@ -5,7 +5,6 @@ Hundreds of runs must stay one file that opens quickly, so what each run may tak
 
 import hashlib
 import json
-import math
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 from drivetrain.core.display import format_bytes
 from drivetrain.core.files import read_limited
+from drivetrain.core.plain import spelled
 from drivetrain.experiment.directions import direction_of
 from drivetrain.experiment.parameters import standard_parameters
 from drivetrain.experiment.records import read_remarks, short_id
@@ -158,17 +158,10 @@ def main_objective(runs: Iterable[Mapping[str, Any]]) -> str | None:
     return next((found for found in map(main_metric, names) if found is not None), None)
 
 
-def plain(value: object) -> Any:
-    """Return a value for JSON: numbers that are not finite become text, and so does what JSON does not know."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return _cut(str(value), LONGEST_VALUE)
+def plain(value: object) -> object:
+    """Return a value for the page: what JSON does not know becomes text, and long texts are cut."""
+    is_number = lambda one: one is None or isinstance(one, bool | int | float)
+    return spelled(value, lambda one: one if is_number(one) else _cut(str(one), LONGEST_VALUE))
 
 
 def _cut(text: str, length: int) -> str:

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from drivetrain.core.arguments import check_count, check_number
-from drivetrain.core.errors import ConfigError, MissingExtra, unknown_name
+from drivetrain.core.errors import ConfigError, MissingExtra, first_line, unknown_name
 from drivetrain.core.files import read_limited, replace_bytes
 from drivetrain.core.types import Settings
 from drivetrain.experiment.processes import END_SECONDS
@@ -307,7 +307,7 @@ class RayExecutor(Executor):
         try:
             self._ray.get(task)
         except self._ray.exceptions.RayError as error:
-            return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+            return f"{type(error).__name__}: {first_line(error)}"
         return "the task ended before the trial did"
 
     def _join(self) -> None:

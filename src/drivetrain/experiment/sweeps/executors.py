@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.core.plain import error_text
 from drivetrain.core.time import Time, TimeUnit
 from drivetrain.core.types import Settings
 from drivetrain.experiment.parameters import own_containers
 from drivetrain.experiment.processes import STOP_STATUSES
 from drivetrain.experiment.resolve import Resolved, full_names
-from drivetrain.experiment.run_folder import STATUS, error_text, read_json
+from drivetrain.experiment.run_folder import STATUS, read_json
 from drivetrain.experiment.running import run_experiment
 from drivetrain.experiment.sweeps.trial import (
     FAILED,

@@ -12,8 +12,9 @@ from pathlib import Path
 from drivetrain.core.errors import ParameterError
 from drivetrain.core.files import is_regular, load_json, read_limited
 from drivetrain.core.locking import is_locked
+from drivetrain.core.plain import is_number, plain
 from drivetrain.core.secret import hide
-from drivetrain.experiment.run_folder import METRICS, is_number, plain
+from drivetrain.experiment.run_folder import METRICS
 from drivetrain.experiment.sweeps.executors import Executor, TrialWork
 from drivetrain.experiment.sweeps.result import Goal, SweepResult
 from drivetrain.experiment.sweeps.samplers import Sampler

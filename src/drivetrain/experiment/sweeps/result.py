@@ -12,8 +12,8 @@ from typing import Any
 from drivetrain.core.display import printable, spreadsheet_cell
 from drivetrain.core.errors import ExperimentError, MissingExtra
 from drivetrain.core.files import PRIVATE_FILE, atomic_write
+from drivetrain.core.plain import plain
 from drivetrain.core.types import Settings
-from drivetrain.experiment.run_folder import plain
 from drivetrain.experiment.sweeps.trial import (
     FAILED,
     INTERRUPTED,

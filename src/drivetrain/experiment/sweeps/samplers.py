@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import ConfigError, MissingExtra, ParameterError, unknown_name
+from drivetrain.core.plain import plain
 from drivetrain.core.secret import MASK
 from drivetrain.core.types import Settings
-from drivetrain.experiment.run_folder import plain
 from drivetrain.experiment.sweeps.space import Axis, Choice, IntRange, LogUniform, ParameterSpace, Uniform
 from drivetrain.experiment.sweeps.trial import FINISHED, PRUNED, Trial
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from drivetrain.core.errors import ParameterError, unknown_name
+from drivetrain.core.plain import ADDRESS, plain
 from drivetrain.core.secret import MASK
 from drivetrain.core.types import Settings
 from drivetrain.experiment.parameters import ParameterSet
 from drivetrain.experiment.resolve import full_names, given_in_python
-from drivetrain.experiment.run_folder import ADDRESS, plain
 from drivetrain.experiment.sweeps.trial import without_secrets
 
 if TYPE_CHECKING:

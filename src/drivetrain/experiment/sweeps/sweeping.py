@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Literal
 from drivetrain.core.arguments import check_choice, check_count
 from drivetrain.core.errors import ConfigError, ParameterError, SweepError, unknown_name
 from drivetrain.core.locking import FolderLock
+from drivetrain.core.plain import plain
 from drivetrain.core.time import Time, TimeUnit, ensure_time
 from drivetrain.core.types import Settings
 from drivetrain.experiment.directions import direction_of
 from drivetrain.experiment.resolve import full_names
-from drivetrain.experiment.run_folder import SWEEPS, fresh_name, make_folder, plain
+from drivetrain.experiment.run_folder import SWEEPS, fresh_name, make_folder
 from drivetrain.experiment.sweeps.executors import Executor, InlineExecutor, TrialWork, visible_gpus
 from drivetrain.experiment.sweeps.loop import OnChange, SweepLoop
 from drivetrain.experiment.sweeps.result import Goal, SweepResult

@@ -16,9 +16,10 @@ from typing import Any
 
 from drivetrain.core.errors import DrivetrainError, ExperimentError
 from drivetrain.core.files import PRIVATE_FILE, is_regular, load_json, open_regular, read_end, read_limited
+from drivetrain.core.plain import is_number, plain
 from drivetrain.core.secret import masked
 from drivetrain.core.types import Settings
-from drivetrain.experiment.run_folder import JOURNAL, is_number, plain
+from drivetrain.experiment.run_folder import JOURNAL
 
 ASKED, RUNNING, FINISHED, FAILED, PRUNED = "asked", "running", "finished", "failed", "pruned"
 TIMED_OUT, INTERRUPTED = "timed out", "interrupted"
