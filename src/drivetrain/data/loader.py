@@ -35,9 +35,10 @@ from drivetrain.data.order import (
     sampler_state,
 )
 from drivetrain.data.prefetch import PINNED, bar_is_wanted, pin, to_device, with_bar
-from drivetrain.data.randomness import RngMode
+from drivetrain.data.randomness import RngMode, generator_states, held_generators, set_generators
 from drivetrain.data.source import Cursor, local_batch_size
 from drivetrain.data.workers import WorkerPool, WorkerSide, fetch_jobs
+from drivetrain.runtime.codec import pack, unpack
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.ranks import data_rank, get_num_processes, is_distributed, num_data_ranks
@@ -220,6 +221,11 @@ class SmartDataLoader(DataLoader[T_co]):
         cursor.started = True
         if self._order is not None:
             cursor.sampler = sampler_state(self._order)
+        else:
+            held = held_generators(self, "dataset")
+            if cursor.start and last.generators:
+                set_generators(held, last.generators)
+            cursor.generators = generator_states(held)
         self._cursor = cursor
         batches = self._open(cursor, share)
         if self.loading_bar and bar_is_wanted():
@@ -344,6 +350,8 @@ class SmartDataLoader(DataLoader[T_co]):
                 )
             if saved is not None:
                 state["stream"] = saved
+        if held := generator_states(held_generators(self, "dataset")):
+            state["generators"] = pack({"now": held, "start": cursor.generators})
         return state
 
     def load_state_dict(self, state: StateDict | None, strict: bool = True) -> None:
@@ -361,8 +369,12 @@ class SmartDataLoader(DataLoader[T_co]):
             )
         if checked.get("sampler") is not None and self._order is not None:
             load_sampler_state(self._order, checked["sampler"])
+        generators = unpack(checked.get("generators", {"now": {}, "start": None}))
+        set_generators(held_generators(self, "dataset"), generators["now"])
         self._seed, self._seed_agrees = checked["seed"], True
-        self._cursor = Cursor(checked["epoch"], checked["position"], stream=checked.get("stream"))
+        self._cursor = Cursor(
+            checked["epoch"], checked["position"], stream=checked.get("stream"), generators=generators["start"]
+        )
 
     def _check_continuable(self, position: int, strict: bool) -> None:
         reads_ahead = self.num_workers > 0 or self.prefetch > 0

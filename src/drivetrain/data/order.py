@@ -20,7 +20,8 @@ from torch.utils.data import DistributedSampler, Sampler
 
 from drivetrain.core.errors import ParameterError, ResumeError
 from drivetrain.core.types import Batch
-from drivetrain.data.randomness import SeededGenerators
+from drivetrain.data.randomness import SeededGenerators, generator_states, held_generators, set_generators
+from drivetrain.runtime.codec import pack, unpack
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.seeds import derive_seed
 
@@ -329,29 +330,26 @@ def keeps_state(part: object) -> bool:
 def sampler_state(order: SampleOrder) -> object:
     """Return what the user's sampler needs to draw this epoch's stream again, or None if the seed is enough."""
     part = _stateful_part(order)
-    if keeps_state(part):
-        return part.state_dict()
-    return None if part is None else part.generator.get_state()
+    return part.state_dict() if part is not None else pack(generator_states(held_generators(order, "sampler"))) or None
 
 
 def load_sampler_state(order: SampleOrder, state: Any) -> None:
     """Restore in the user's sampler what `sampler_state` returned."""
-    part = _stateful_part(order)
-    if part is None:
+    part, held = _stateful_part(order), held_generators(order, "sampler")
+    if part is not None:
+        part.load_state_dict(state)
+    elif isinstance(state, Tensor) and held:  # of an earlier version: the state of a sampler's torch generator
+        next(one for one in held.values() if isinstance(one, torch.Generator)).set_state(state.cpu())
+    elif isinstance(state, dict) and state.keys() <= held.keys():
+        set_generators(held, unpack(state))
+    else:
         raise ResumeError(
             "the state holds a sampler's state, but the loader's sampler cannot load one. Use the sampler that was saved."
         )
-    if keeps_state(part):
-        part.load_state_dict(state)
-    else:
-        part.generator.set_state(state.cpu())
 
 
 def _stateful_part(order: SampleOrder) -> Any:
-    for part in _parts(getattr(order, "sampler", None)):
-        if keeps_state(part) or isinstance(getattr(part, "generator", None), torch.Generator):
-            return part
-    return None
+    return next(filter(keeps_state, _parts(getattr(order, "sampler", None))), None)
 
 
 def _parts(sampler: Any) -> Iterator[Any]:

@@ -182,7 +182,7 @@ def indexed_source(
 
 VERSION = 1
 REQUIRED = ("seed", "epoch", "position", "length", "version")
-OPTIONAL = ("sampler", "stream")
+OPTIONAL = ("sampler", "stream", "generators")
 
 
 @dataclass(slots=True, eq=False)
@@ -201,6 +201,8 @@ class Cursor:
     """The current batch."""
     sampler: object = None
     """What the user's sampler needs to draw the stream of this epoch again."""
+    generators: StateDict | None = None
+    """The generators of an iterable dataset when this epoch began: a stream is opened with them again."""
 
     @property
     def position(self) -> int:

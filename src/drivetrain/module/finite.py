@@ -176,7 +176,8 @@ class StepGuard:
         modules = model.modules() if isinstance(model, nn.Module) else ()
         norms = [module for module in modules if isinstance(module, nn.modules.batchnorm._NormBase)]
         self._statistics = [b for norm in norms for b in norm.buffers(recurse=False) if b.is_floating_point()]
-        self._copies.clear()
+        for copies in self._copies:  # restored, of an open window
+            copies[:] = [copied.to(live.device) for copied, live in zip(copies, self._statistics)]
         self.has_statistics = bool(self._statistics)
         on_cpu = all(p.is_cpu for group in optimizer.param_groups for p in group["params"])
         self.is_immediate = on_cpu and not is_exchanged and not is_tested_elsewhere
@@ -268,16 +269,18 @@ class StepGuard:
         verdict, self.verdict = self.verdict, 0
         return verdict
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the counts. This waits for outcomes that are not known yet."""
+    def state_dict(self, is_open: bool = False) -> dict[str, object]:
+        """Return the counts, and what is known of an open window. This waits for outcomes that are not known yet."""
         for _, verdict in self._late.drain():
             self._count(int(verdict), self._copies[0] if self._copies else None)
-        return {"in_a_row": self.in_a_row, "total": self.total, "to_pass_over": self.batches_to_skip}
+        counts = {"in_a_row": self.in_a_row, "total": self.total, "to_pass_over": self.batches_to_skip}
+        return {**counts, "rejected": self._rejected, "statistics": [*self._copies][-1:]} if is_open else {**counts}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore the counts."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the counts and an open window."""
         self.in_a_row, self.total = state["in_a_row"], state["total"]
-        self.batches_to_skip = state["to_pass_over"]
+        self.batches_to_skip, self._rejected = state["to_pass_over"], state.get("rejected", False)
+        self._copies = deque(state.get("statistics", ()), maxlen=3)
 
     def _exchanged(self, flag: Tensor) -> Tensor:
         """Set the flag on all ranks where it is set on any."""

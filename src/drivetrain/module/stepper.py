@@ -264,7 +264,7 @@ class Stepper:
                 "grads": {name: local_part(grad).detach().to_dense().clone() for name, grad in grads.items()},
                 "sparse": {name: grad.sparse_dim() for name, grad in grads.items() if grad.is_sparse},
             }
-        guard = self.guard.state_dict()
+        guard = self.guard.state_dict(bool(window.count))
         return {"window": counts, "partial": partial, "axes": self.axes if partial else None, "guard": guard}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

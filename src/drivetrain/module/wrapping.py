@@ -257,7 +257,7 @@ def load_clean_state_dict(
         result = module.load_state_dict(loadable, strict=strict)
     except RuntimeError as error:  # a module with its own way of loading found a fault
         raise StateError(f"the state does not fit {type(module).__name__}: {error}") from error
-    for key, parameter in live.items():
+    for key, parameter in module.named_parameters():
         copied, value = COPIES.get(parameter, lambda: None)(), loadable.get(key)
         if copied is not None and isinstance(value, Tensor) and value.dtype != parameter.dtype:
             copied.data.copy_(value)  # before it is rounded to the parameter's type

@@ -22,6 +22,7 @@ def save_unit(unit: "OptimScheduler") -> StateDict:
         "real_step": unit.real_step,
         "update_count": unit.update_count,
         "skipped_steps": unit.skipped_steps,
+        "grad_norm": unit.last_grad_norm,
         "param_names": list(unit.param_names),
         "partial": _save_window(unit),
     }
@@ -41,6 +42,7 @@ def load_unit(unit: "OptimScheduler", state: Mapping[str, Any]) -> None:
     can_scale = unit.use_amp and unit.params[0].device.type != "cpu"
     unit.scaling.load_state_dict(state.get("scaler"), can_scale, unit.name)
     unit.go_to(*([] if missing else [int(state[key]) for key in _CLOCK[:3]]))
+    unit.last_grad_norm = state.get("grad_norm")
     if state.get("partial"):
         _load_window(unit, state["partial"])
 

@@ -394,8 +394,8 @@ class CountingLoader(LoaderWrapper):
     def _take(self) -> Generator[object, None, None]:
         run, state = self._trainer.run, self._trainer.state
         clock, stepper = state.clock, run.stepper
-        self._trainer._resume_inside_epoch()
-        for state.batch, last in self._trainer._batches(self.loader):
+        self.ended = self._trainer._resume_inside_epoch()
+        for state.batch, last in () if self.ended else self._trainer._batches(self.loader):
             run.inside_step = self._in_step = True
             state.batch_output = None
             if not stepper.is_simple:

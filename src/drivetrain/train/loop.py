@@ -52,27 +52,28 @@ class TrainerLoop(EvaluationLoop):
     def _run_training(self) -> None:
         """Run epochs until a limit, a stop or an error; always end in good order."""
         run, state, agreement = self.run, self.state, self.run.agreement
-        settings = run.require_settings()
+        settings, limits, plan = run.require_settings(), agreement.limits, run.evaluation
         with with_attributes(run, is_running=True), self._reporting_errors():
             try:
                 self.training_run_start()
                 run.fire.fit_start()
                 self._prepare_loop()
                 if settings.sanity_eval_batches and run.data.evaluation is not None:
-                    with discarded_history(self.logbook), run.evaluation.state.kept():
+                    with discarded_history(self.logbook), plan.state.kept():
                         few = loaders.limit(run.data.evaluation, settings.sanity_eval_batches)
                         self._run_eval_epoch(few, is_intermediate=True)  # a mistake there shows in seconds
                 self._handle_requests()
-                if run.evaluation.unfinished == "epoch":  # the run was stopped during the evaluation at an epoch's end
+                if plan.unfinished == "epoch":  # the run was stopped during the evaluation at an epoch's end
                     resuming.apply_restored_rng(run)
-                    self._finish_epoch(ended=False)
-                if settings.resume_from is not None and agreement.limits.reached(state.clock):
+                    self._finish_epoch(ended=limits.reached(state.clock))
+                if settings.resume_from is not None and not self._has_work():
                     self.print(
                         "Nothing is left to train: this run has reached its end. Set a later one, such as num_epochs, to continue."
                     )
-                while not agreement.limits.reached(state.clock):
+                while self._has_work():
                     if self._run_epoch():
                         break
+                resuming.apply_restored_rng(run)  # of a run that had already ended
             except (StopTrainingError, TrainingStopped) as stop:
                 agreement.check_all_ranks_stop(stop, type(self).__name__)
                 agreement.stop = stop
@@ -89,9 +90,17 @@ class TrainerLoop(EvaluationLoop):
         if agreement.stop is not None:
             agreement.stop.__traceback__ = None  # its frames hold the Trainer
 
+    def _has_work(self) -> bool:
+        """Return whether there are steps to run, or at least the end of an epoch that was interrupted."""
+        run, clock = self.run, self.state.clock
+        is_cut = bool(clock.batch_in_epoch) and run.evaluation.unfinished != "nothing"
+        return is_cut or not run.agreement.limits.reached(clock)
+
     def _run_epoch(self) -> bool:
         """Train over the data once, evaluate when due; True means that the run has reached an end inside the epoch."""
         run, clock = self.run, self.state.clock
+        if run.evaluation.unfinished == "nothing":  # the run before ended inside the epoch
+            run.evaluation.unfinished = ""
         if clock.batch_in_epoch == 0:
             run.measures.tracker.reset()
             run.measures.train_metrics.reset()
@@ -122,7 +131,7 @@ class TrainerLoop(EvaluationLoop):
             self._handle_requests()
         if run.data.evaluation is not None and self._evaluation_is_due(at_end=ended or limits.reached(clock)):
             self._evaluate_until_signal()
-        plan.unfinished = ""
+        plan.unfinished = "nothing" if ended else ""
         if run.require_settings().scheduler_interval == "epoch":
             if isinstance(self.scheduler, ReduceLROnPlateau):
                 self._step_plateau()
@@ -161,10 +170,10 @@ class TrainerLoop(EvaluationLoop):
         run, clock = self.run, self.state.clock
         run.agreement.call(self.train_epoch_start)
         run.fire.epoch_start()
-        self._resume_inside_epoch()
+        ended = self._resume_inside_epoch()
         if run.good is not None:
             run.good.begin()
-        ended = self._run_steps(train_dl.loader if isinstance(train_dl, CountingLoader) else train_dl)
+        ended = ended or self._run_steps(train_dl.loader if isinstance(train_dl, CountingLoader) else train_dl)
         if not ended or clock.batch_in_epoch == run.data.batches_per_epoch:
             clock.next_epoch()
         run.agreement.call(self.train_epoch_end)
@@ -174,14 +183,20 @@ class TrainerLoop(EvaluationLoop):
         run.fire.epoch_end()
         return ended
 
-    def _resume_inside_epoch(self) -> None:
-        """Set the generators of a resumed run as they were, and make the evaluation that was due when it was saved."""
-        plan = self.run.evaluation
+    def _resume_inside_epoch(self) -> bool:
+        """Set the generators of a resumed run as they were, and make the evaluation that was due when it was saved.
+
+        True means that the run has no step left, only the end of its last epoch.
+        """
+        plan, clock = self.run.evaluation, self.state.clock
         resuming.apply_restored_rng(self.run)
+        if self.run.agreement.limits.reached(clock):
+            return True
         if plan.unfinished == "evaluation":
             self._evaluate_if_due(lambda clock: True)
-        elif plan.interval is not None and self.state.clock.batch_in_epoch:
+        elif plan.interval is not None and clock.batch_in_epoch:
             self._evaluate_if_due(plan.interval.due)
+        return False
 
     def _run_steps(self, train_dl: Iterable[object]) -> bool:
         """Run the loop over the batches; True means that a limit or a stop ended the run."""
@@ -425,6 +440,7 @@ class TrainerLoop(EvaluationLoop):
     def _handle_requests(self) -> None:
         """Act on a stop or a signal of any rank, outside a step, on all ranks at the same place."""
         if request := self.run.agreement.request():
+            resuming.apply_restored_rng(self.run, before_first_step=True)
             self._handle(request)
 
     def _handle(self, request: int) -> None:

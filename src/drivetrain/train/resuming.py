@@ -274,11 +274,11 @@ def _report_replaced(trainer: "Trainer", given: list[dict[str, float]]) -> None:
     )
 
 
-def apply_restored_rng(run: Run) -> None:
-    """Restore the generators just before the first resumed step."""
+def apply_restored_rng(run: Run, before_first_step: bool = False) -> None:
+    """Restore the generators just before the first resumed step, or for a checkpoint that is taken earlier."""
     if run.restored_rng is not None:
         restore_rng(run.restored_rng)
-        run.restored_rng = None
+        run.restored_rng = run.restored_rng if before_first_step else None
 
 
 def _reseed_rank(seed: int | None) -> None:

@@ -10,10 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from drivetrain.core.engine import Engine, Fire
@@ -22,12 +20,12 @@ from drivetrain.core.event import Event
 from drivetrain.core.time import Clock, Interval
 from drivetrain.core.types import Settings, StateDict
 from drivetrain.data.loader import SmartDataLoader
+from drivetrain.data.randomness import generator_states, held_generators, set_generators
 from drivetrain.module.compilation import JointStep, replays_graphs
 from drivetrain.module.loss_items import LossWatch
 from drivetrain.module.stepper import Stepper
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.codec import pack, unpack
-from drivetrain.runtime.coders import generator_kind
 from drivetrain.runtime.ranks import data_rank, num_data_ranks
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.train import loaders
@@ -168,7 +166,8 @@ class EvaluationPlan:
     restored_interval: StateDict | None = None  # of the checkpoint, for the interval that is made after it was loaded
     interval: Interval | None = None  # what `is_due` asks, unless it is a function of the user's
     after_epoch: bool = False  # whether an evaluation was due after the last batch of the epoch
-    unfinished: Literal["", "evaluation", "epoch"] = ""  # what a resumed run does first; saved with the state
+    unfinished: Literal["", "evaluation", "epoch", "nothing"] = ""
+    """What a resumed run does first; saved with the state. "nothing": the run ended inside its epoch."""
     may_be_cut: bool = (
         False  # whether a signal ends the current evaluation early: one of the run itself, not of a plugin
     )
@@ -267,8 +266,6 @@ class Run:
 # evaluation. Of another loader the state is kept, or the generators that it, its samplers and its dataset hold. Those of the process need
 # nothing: an evaluation starts from those of training, and restores them.
 
-_DEPTH, _WIDTH = 5, 64  # a subset, its dataset, transforms, one of them; what is wider holds data
-
 
 def loader_state(loader: object) -> StateDict | None:
     """Return what a loader's next iteration depends on, as far as it is known."""
@@ -281,7 +278,7 @@ def loader_state(loader: object) -> StateDict | None:
             return {"own": pack(inner.state_dict())}
         except StateError:  # it holds what cannot be saved
             return None
-    held = {name: unpack(pack(generator)) for name, generator in held_generators(inner).items()}
+    held = generator_states(held_generators(inner))
     return {**state, "generators": held} if held else state or None
 
 
@@ -297,42 +294,7 @@ def load_loader_state(loader: object, state: StateDict | None, number: int) -> N
         inner.load_state_dict({**place, **saved, "epoch": number, "position": 0})
     elif "own" in state and hasattr(inner, "load_state_dict"):
         inner.load_state_dict(unpack(state["own"]))
-    for name, generator in held_generators(inner).items():
-        if name in state.get("generators", {}):
-            _set(generator, state["generators"][name])
-
-
-def held_generators(loader: object) -> dict[str, object]:
-    """Return the random generators of a loader, its samplers and its dataset, by where they are."""
-    found: dict[str, object] = {}
-    for name in ("generator", "sampler", "batch_sampler", "dataset"):
-        _collect(vars(loader).get(name) if hasattr(loader, "__dict__") else None, name, found, _DEPTH)
-    return found
-
-
-def _collect(value: object, path: str, found: dict[str, object], depth: int) -> None:
-    if generator_kind(value) is not None:
-        if not any(value is known for known in found.values()):
-            found[path] = value
-        return
-    if not depth or isinstance(value, torch.Tensor | nn.Module | type | ModuleType | FunctionType):
-        return
-    if isinstance(value, list | tuple):
-        parts: Iterable[tuple[object, object]] = enumerate(value)
-    elif isinstance(value, dict):
-        parts = value.items()
-    else:
-        value = parts = vars(value).items() if hasattr(value, "__dict__") else ()
-    if len(value) <= _WIDTH:
-        for name, part in parts:
-            _collect(part, f"{path}.{name}", found, depth - 1)
-
-
-def _set(generator: object, saved: object) -> None:
-    """Give a generator the state of another of its kind."""
-    kind = generator_kind(generator)
-    if kind is not None and kind is generator_kind(saved):
-        kind.restore(generator, kind.state(saved))
+    set_generators(held_generators(inner), state.get("generators", {}))
 
 
 def _set_number(loader: object, number: int) -> None:
@@ -351,6 +313,7 @@ class LoaderReplay:
         self._name = type(inner).__name__
         self._settings = {"batch_size": getattr(inner, "batch_size", None), "number of batches": loaders.length(inner)}
         self._num_workers = getattr(inner, "num_workers", None)
+        self._last = loaders.length(loader)  # after so many batches an epoch ends; None if that is not known
         self._start: StateDict | None = None  # how the current epoch began
         self._saved: list[StateDict | None] = []  # of each data rank of a checkpoint
         self._restored: StateDict | None = None
@@ -358,8 +321,7 @@ class LoaderReplay:
     def state_dict(self) -> list[StateDict | None]:
         """Return how the epoch began on each data rank. All ranks must call this."""
         settings = {"settings": self._settings, "num_workers": self._num_workers}
-        now = {"now": pack(loader_state(self._loader))}
-        return of_data_ranks(None if self._start is None else {**self._start, **now, **settings})
+        return of_data_ranks({**(self._start or {}), "now": pack(loader_state(self._loader)), **settings})
 
     def load_state_dict(self, state: list[StateDict | None]) -> None:
         """Take what `state_dict` returned; `go_on_after` uses it."""
@@ -367,7 +329,7 @@ class LoaderReplay:
 
     def go_on_after(self, done: int) -> str:
         """Let the next epoch go on after its first batches, as the checkpoint did, and return a line that says so."""
-        if not done:
+        if done in (0, self._last):
             if len(self._saved) == num_data_ranks() and (saved := self._saved[data_rank()]) is not None:
                 load_loader_state(self._loader, unpack(saved["now"]), 0)
             return ""
@@ -382,7 +344,7 @@ class LoaderReplay:
                 f"{where}. Its first batches could be read again, but what is saved of them {ranks}. {advice}"
             )
         saved = self._saved[data_rank()]
-        if saved is None:
+        if saved is None or "rng" not in saved:
             raise ResumeError(f"{where}, and how the epoch began is not in the checkpoint. {advice}")
         for name, now in self._settings.items():
             if saved["settings"][name] != now:
@@ -394,7 +356,7 @@ class LoaderReplay:
                 f"the training loader had num_workers={saved['num_workers']} and has {self._num_workers}: random changes to its samples "
                 "will differ from those of the interrupted run."
             )
-        self._restored = saved
+        self._start = self._restored = saved
         return f" {self._name} cannot skip {done} batches, so they are read again. A dataset or a SmartDataLoader skips at once."
 
     def batches(self, loader: Iterable[object], clock: Clock, *, ahead: int) -> Iterator[object]:
@@ -403,7 +365,7 @@ class LoaderReplay:
         if start is None:
             self._start = {"rng": capture_rng(), "loader": pack(loader_state(self._loader))}
             return iter(loader)
-        self._start, self._restored, now = start, None, capture_rng()
+        self._restored, now = None, capture_rng()
         loaders.set_epoch(loader, clock.epoch)
         restore_rng(start["rng"])
         load_loader_state(self._loader, unpack(start["loader"]), clock.epoch)

@@ -442,7 +442,7 @@ class MetricSet:
     def compute(self) -> dict[str, float]:
         """Return every metric over all batches of all ranks. Each rank must call this."""
         values: dict[str, float] = {}
-        for name, metric in self._stateful.items():  # noqa: B007 -- the note of an error names it
+        for name, metric in self._stateful.items():
             _flatten(name, metric.compute(), values)
         values.update(reduce_means(self._means))
         return values
