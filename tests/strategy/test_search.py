@@ -464,7 +464,7 @@ def test_what_an_untried_plan_would_bring_is_not_measured_against_corrected_pred
         slower = 1.0 if item.candidate.is_compiled else 8.0
         return replace(item, cost=replace(item.cost, time={part: slower * s for part, s in item.cost.time.items()}))
 
-    measuring.corrected = corrected
+    measuring.known.corrected = corrected
     assert "80% of the best plan's time" in measuring.missed()
 
 

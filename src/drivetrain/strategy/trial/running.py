@@ -236,8 +236,8 @@ class TrialPool(AbstractContextManager["TrialPool"]):
     ) -> TrialResult:
         """Try one plan. Every rank calls it with the same arguments and gets the same result. The plain model is run once for all plans.
 
-        `deadline` is a time of `time.monotonic()`; `predicted` the expected seconds of a step; `memory_share` the predicted part of the memory
-        budget, without which a task that cannot be sent to another process is not tried.
+        `deadline` is a time of `time.monotonic()`; `predicted` the expected seconds of a step; `memory_share` the predicted part of the
+        memory budget, without which a task that cannot be sent to another process is not tried.
         """
         began = time.monotonic()
         order = self._order(plan, steps, verify)
