@@ -24,13 +24,15 @@ from benchmarks.models import loss_func, make_batch, make_model
 from benchmarks.timing import RESULTS, environment
 from drivetrain.module.checkpointing import checkpoint_blocks
 from drivetrain.strategy.profile.model import profile_model
-from drivetrain.strategy.profile.values import CUDA_WORKSPACE_BYTES, ModelProfile
+from drivetrain.strategy.profile.values import ModelProfile
 from drivetrain.strategy.task import CallModel, TrainingTask
 
 SIZES = {"gpt2": 16, "llama": 8, "bert": 32, "vit": 128, "resnet50": 128}
 WAYS = ("eager float32", "eager bfloat16", "eager bfloat16 checkpointed", "compiled bfloat16")
 _CALL = CallModel("unpack_dict")
 _GIB = 2**30
+CUDA_WORKSPACE_BYTES = 2 * 32 * 2**20
+"""What matrix products allocate on recent CUDA devices in addition to tensors, once for the forward and once for the backward thread."""
 
 
 def predict(name: str, *, tiny: bool = False) -> tuple[ModelProfile, float]:

@@ -35,11 +35,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.memory_prediction import CUDA_WORKSPACE_BYTES
 from benchmarks.timing import RESULTS, environment
 from drivetrain.strategy.profile.machine import profile_machine
 from drivetrain.strategy.profile.model import ModelProfiler
-from drivetrain.strategy.profile.step_time import How, by_kind, pass_time, step_seconds, update_seconds
-from drivetrain.strategy.profile.values import COMPILED, CUDA_WORKSPACE_BYTES, FUSED, MachineProfile, ModelProfile
+from drivetrain.strategy.profile.step_time import PHASES, How, operator_seconds, pass_time, queued
+from drivetrain.strategy.profile.values import COMPILED, FUSED, MachineProfile, ModelProfile, Work
 from drivetrain.strategy.task import CallModel, TrainingTask
 
 MODES = ("eager", "compiled")
@@ -278,7 +279,28 @@ def predicted_seconds(found: ModelProfile, machine: MachineProfile, mode: str, s
         return None
     times = pass_time(works, size, machine, how="compiled" if mode == "compiled" else "eager")
     moved = 3 * found.parameter_bytes * found.trainable / max(1, found.parameters) + 2 * found.optimizer_bytes
-    return step_seconds(times, update_seconds(moved, found.tensors, 1.0, machine))
+    places = [(phase, in_block) for phase in PHASES for in_block in (True, False)]
+    stretches = [(times.host.get(place, 0.0), times.device.get(place, 0.0)) for place in places]
+    return queued([*stretches, update_seconds(moved, found.tensors, machine)])
+
+
+def update_seconds(moved: float, tensors: int, machine: MachineProfile) -> tuple[float, float]:
+    """Return the host and device time of a fused update: memory traffic over all its state, and a little for each tensor."""
+    grids = [None if machine.times is None else machine.times.grid(key, "float32") for key in ("update", "elementwise")]
+    if grids[0] is not None:
+        device = grids[0].seconds([moved])
+    else:
+        device = 1.3 * (moved / machine.bandwidth if grids[1] is None else grids[1].seconds([max(moved, 1.0)]))
+    return (0.0 if machine.kind == "cpu" else (0.2 * tensors + 20) * machine.launch), device
+
+
+def seconds_by_kind(works: Iterable[Work], batch: float, machine: MachineProfile, how: How) -> dict[str, float]:
+    """Return the device's time of a pass by kind of operator, the longest first."""
+    found: dict[str, float] = {}
+    for work in works:
+        seconds = work.count * operator_seconds(work, batch, machine, how=how)
+        found[work.key] = found.get(work.key, 0.0) + seconds
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def predicted_bytes(found: ModelProfile, mode: str, size: int) -> float | None:
@@ -334,7 +356,7 @@ class Worker:
         return {
             "predicted_seconds": predicted_seconds(found, machine, mode, size),
             "predicted_bytes": predicted_bytes(found, mode, size),
-            "predicted_kinds": dict(list(by_kind(works, size, machine, how).items())[:8]),
+            "predicted_kinds": dict(list(seconds_by_kind(works, size, machine, how).items())[:8]),
             "notes": list(found.notes),
         }
 

@@ -21,11 +21,11 @@ from drivetrain.strategy.methods.kernels import CpuThreadsConfig
 from drivetrain.strategy.profile.model import profile_model
 from drivetrain.strategy.registry import _methods, register_method
 from drivetrain.strategy.search import find
-from drivetrain.strategy.search.constraints import PlanningProblem, budget_bytes, parse_memory
+from drivetrain.strategy.search.constraints import budget_bytes, parse_memory
 from drivetrain.strategy.search.cost import Cost, parts_read
-from drivetrain.strategy.search.decision import Measurement, choose, summary
+from drivetrain.strategy.search.decision import Comparison, Measurement, choose, summary
 from drivetrain.strategy.search.find import SearchConstraints, find_plan
-from drivetrain.strategy.search.knowledge import Knowledge, LearnedProfile, likely_mispredicted
+from drivetrain.strategy.search.knowledge import Knowledge, likely_mispredicted
 from drivetrain.strategy.search.measure import Measuring, SearchTime, measuring_order
 from drivetrain.strategy.search.ranking import (
     Scored,
@@ -38,7 +38,7 @@ from drivetrain.strategy.search.ranking import (
     promising,
     sensitivity,
 )
-from drivetrain.strategy.search.space import build_space
+from drivetrain.strategy.search.space import SearchScope, build_space
 from drivetrain.strategy.task import CallModel, TrainingTask
 from drivetrain.strategy.trial.report import TrialResult
 from drivetrain.strategy.value import Strategy
@@ -55,9 +55,12 @@ THREADS = {"cpu_threads": (CpuThreadsConfig(threads=1), CpuThreadsConfig(threads
 
 def place(world=1, batch=64, machine=GPU, profile=None, model=None, **constraints):
     constraints = SearchConstraints(**({"spec": H100} if machine is GPU else {}), **constraints)
-    return PlanningProblem(
-        profile=make_profile() if profile is None else profile, machine=machine, device=torch.device("cpu"), world=world,
-        global_batch=batch, constraints=constraints, model=model, optim_func=torch.optim.AdamW,
+    task = TrainingTask(
+        model=model, call=CallModel(), loss_func=loss_func, optim_func=torch.optim.AdamW, global_batch_size=batch
+    )
+    return SearchScope(
+        task=task, constraints=constraints, profile=make_profile() if profile is None else profile, machine=machine,
+        device=torch.device("cpu"), world=world,
     )  # fmt: skip
 
 
@@ -140,7 +143,7 @@ def test_on_a_cpu_numbers_of_threads_are_compared_and_none_is_trusted_without_a_
 def test_a_batch_is_never_split_under_batch_norm():
     found = space(profile=make_profile(has_batchnorm=True))
     assert {c.accumulation for c in found.candidates} == {1}
-    assert any("batch norms" in note for note in found.notes)
+    assert any("batch norms" in note for note in found.scope.notes)
 
 
 def test_channels_last_needs_convolutions():
@@ -370,10 +373,27 @@ class Trials:
         )
 
 
+class AsPredicted:
+    """Stands for what a search knows: nothing is learned, and nothing is missing."""
+
+    def learn(self, one):
+        pass
+
+    def corrected(self, item):
+        return item
+
+    completed = corrected
+
+    def compile_seconds(self, item):
+        return 30.0
+
+
 def measure(items, answers, limit=1000.0, budget=1e12):
     trials = Trials(answers, [])
     found = build_space(place(machine=CPU))
-    measuring = Measuring(found, torch.device("cpu"), SearchTime(limit), budget, trials, lambda text: None)
+    measuring = Measuring(
+        found, torch.device("cpu"), SearchTime(limit), budget, trials, lambda text: None, AsPredicted()
+    )
     plain = next((item for item in items if item.candidate.names() == []), None)
     measuring.round(measuring_order(items, plain))
     measuring.refine()
@@ -444,7 +464,7 @@ def test_what_an_untried_plan_would_bring_is_not_measured_against_corrected_pred
         slower = 1.0 if item.candidate.is_compiled else 8.0
         return replace(item, cost=replace(item.cost, time={part: slower * s for part, s in item.cost.time.items()}))
 
-    measuring.corrected = corrected
+    measuring.known.corrected = corrected
     assert "80% of the best plan's time" in measuring.missed()
 
 
@@ -463,7 +483,13 @@ def test_reports_name_the_plan_the_best_so_far_and_how_many_may_follow():
     items = [scored(1 + i / 100, 1, micro=64 // 2**i, accumulation=2**i) for i in range(4)]
     lines = []
     measuring = Measuring(
-        build_space(place(machine=CPU)), torch.device("cpu"), SearchTime(1000.0), 1e12, Trials({}, []), lines.append
+        build_space(place(machine=CPU)),
+        torch.device("cpu"),
+        SearchTime(1000.0),
+        1e12,
+        Trials({}, []),
+        lines.append,
+        AsPredicted(),
     )
     measuring.round(items)
     tried = [line for line in lines if line.startswith("measuring")]
@@ -539,7 +565,9 @@ def test_where_a_compilation_took_too_long_another_needs_as_long(limit, compilat
     plain = TrialResult(outcome="ok", step_seconds=0.4, steps=3, startup_seconds=2.0)
     trials = Slow({("native_dynamo",): late, (): plain}, [])
     space = build_space(place(machine=CPU))
-    measuring = Measuring(space, torch.device("cpu"), SearchTime(limit, 0.0), 1e12, trials, lambda text: None)
+    measuring = Measuring(
+        space, torch.device("cpu"), SearchTime(limit, 0.0), 1e12, trials, lambda text: None, AsPredicted()
+    )
     items = [scored(0.1, 1, micro=64, compile=scope) for scope in ("model", "block")]
     measuring.round(measuring_order([*items, scored(0.5, 1, micro=64)], None))
     assert sum(bool(plan.opt_names()) for plan, _, _ in trials.asked) == compilations
@@ -589,7 +617,9 @@ def test_other_threads_are_chosen_only_if_the_same_plan_is_slower_with_those_of_
         (): TrialResult(outcome="ok", step_seconds=0.3, steps=3),
     }
     trials = Trials(answers, [])
-    measuring = Measuring(here, torch.device("cpu"), SearchTime(1000.0), 100.0, trials, lambda text: None)
+    measuring = Measuring(
+        here, torch.device("cpu"), SearchTime(1000.0), 100.0, trials, lambda text: None, AsPredicted()
+    )
     measuring.round([other, plain])
     assert len(trials.asked) == 2
     measuring.refine()
@@ -658,7 +688,7 @@ def test_a_search_captures_graphs_only_for_the_plans_that_are_tried_first():
     run.reason = None  # as if the device were here
     about = Knowledge(make_profile(compiled_bytes=None), GPU, run.thinking, 30.0, profiler)
     run.known, run.budget = about, 1e15
-    found = run.space = build_space(run._problem())
+    found = run.space = build_space(run._scope())
     candidates, top = run._select_promising(about.predicted(found.candidates))
     assert top and not about.asked  # all of them fit easily, and will be measured
     run.budget = 1.5 * max(item.peak for item in top)
@@ -675,32 +705,32 @@ def learning(ratio, **first):
     """Measure one compiled plan in `ratio` times its predicted time; return the measuring, its experience and a maker of items."""
     profile, machine = make_profile(), GPU
     machine = replace(machine, evidence="modelled", flops={name: rate / 1e6 for name, rate in machine.flops.items()})
-    experience = LearnedProfile(profile, machine)
+    clock = SearchTime(1000.0)
+    known = Knowledge(profile, machine, clock, 30.0, None)
 
     def item(**values):
         return predict(candidate(**{"micro": 64, "precision": "bfloat16", **values}), profile, machine)
 
     measuring = Measuring(
-        build_space(place(machine=CPU)), torch.device("cpu"), SearchTime(1000.0), 1e15, Trials({}, []), lambda text: None,
-        learn=experience.learn, corrected=experience.corrected,
+        build_space(place(machine=CPU)), torch.device("cpu"), clock, 1e15, Trials({}, []), lambda text: None, known
     )  # fmt: skip
     tried = item(compile="model", **first)
     one = Measurement(tried, Strategy([]), TrialResult(outcome="ok", step_seconds=ratio * tried.seconds, steps=3))
     measuring.found.append(one)
-    measuring.learn(one)
+    known.learn(one)
     return measuring, tried, item
 
 
 def test_a_trial_corrects_the_predictions_of_its_kind_and_its_nearest_in_the_same_search():
     measuring, tried, item = learning(1.5)
     for same in (tried, item(compile="model", graphs=True), item(compile="block")):
-        before, now = same.cost.time, measuring.corrected(same).cost.time
+        before, now = same.cost.time, measuring.known.corrected(same).cost.time
         assert now["compute"] == pytest.approx(1.5 * before["compute"], rel=0.05) and same.seconds == sum(
             before.values()
         )
-        assert measuring.corrected(same).cost.memory == same.cost.memory
+        assert measuring.known.corrected(same).cost.memory == same.cost.memory
     eager = item()
-    assert measuring.corrected(eager).seconds == pytest.approx(eager.seconds)
+    assert measuring.known.corrected(eager).seconds == pytest.approx(eager.seconds)
     slower, other = item(compile="block", checkpoint="full"), item(compile="none")
     assert measuring._rerank([slower, other])[0].candidate == other.candidate  # a kind that was not tried
 
@@ -734,7 +764,8 @@ def test_what_would_be_chosen_without_a_trial_is_looked_at_first():
     run = find._Search(make_task(batch=64), torch.device("cpu"), 8, SearchConstraints(spec=H100), None)
     run.space = build_space(place(8))
     simple, fastest = scored(1.01, 2, data=8, micro=8), scored(1, 1, zero=8, micro=8, sharding="fsdp")
-    assert run._close([fastest], [fastest, simple]) == ([simple, fastest], [])
+    run.compared = Comparison(run.space, 1e9, [fastest, simple])
+    assert run._close([fastest]) == ([simple, fastest], [])
 
 
 def test_a_search_that_fails_does_not_end_a_training(monkeypatch):

@@ -17,7 +17,7 @@ from drivetrain.strategy.profile.machine import machine_from_plain, machine_from
 from drivetrain.strategy.profile.measure_operators import fill_in
 from drivetrain.strategy.profile.model import ModelProfiler
 from drivetrain.strategy.profile.operations import Called, fused, work_of
-from drivetrain.strategy.profile.step_time import operator_seconds, pass_time, queued, step_seconds, update_seconds
+from drivetrain.strategy.profile.step_time import operator_seconds, pass_time, queued, step_seconds
 from drivetrain.strategy.profile.values import Grid, Link, MachineProfile, Timetable, Work
 from drivetrain.strategy.search.cost import predict_time
 from drivetrain.strategy.search.knowledge import compile_seconds
@@ -274,12 +274,6 @@ def test_plans_are_timed_from_the_operators_that_were_recorded(mlp):
     assert sum(work.count * work.moved[1] for work in fused_ones) < sum(work.count * work.moved[1] for work in plain)
     whole, parts = (predict_time(effects(micro=8 // n, accumulation=n), mlp, machine)["compute"] for n in (1, 8))
     assert parts > 7 * whole  # micro-batches that are too small wait for the host, each of them
-
-
-def test_an_update_reads_and_writes_its_state():
-    host, device = update_seconds(1e6, 10, 1.0, make_machine())
-    assert device == pytest.approx(1e-3) and host > 0
-    assert update_seconds(1e6, 10, 2.5, make_machine())[1] == pytest.approx(2.5e-3)
 
 
 def test_a_table_is_measured_once_and_comes_back_from_its_file(monkeypatch, tmp_path):

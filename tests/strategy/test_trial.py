@@ -25,7 +25,7 @@ from drivetrain.strategy.trial import measuring, memory
 from drivetrain.strategy.trial.checking import compute_reference_results
 from drivetrain.strategy.trial.process import MARK, reject_inside_trial
 from drivetrain.strategy.trial.report import Report, merge
-from drivetrain.strategy.trial.running import TrialPool, run_trial
+from drivetrain.strategy.trial.running import TrialPool
 from drivetrain.strategy.value import Strategy
 from tests.strategy import trial_tasks
 from tests.strategy.trial_tasks import Liar, build, build_randomly, loss_func, make_task
@@ -252,12 +252,13 @@ def test_a_script_without_a_main_guard_is_measured_and_hears_the_hint_once(tmp_p
         textwrap.dedent("""
         import json, sys, time
         import torch
-        from drivetrain.strategy.trial.running import run_trial
+        from drivetrain.strategy.trial.running import TrialPool
         from drivetrain.strategy.value import Strategy
         from tests.strategy.trial_tasks import make_task
 
         print("begins", flush=True)
-        result = run_trial(Strategy([]), make_task(), device=torch.device("cpu"), steps=1, deadline=time.monotonic() + 60)
+        with TrialPool(make_task(), device=torch.device("cpu")) as pool:
+            result = pool.run(Strategy([]), steps=1, deadline=time.monotonic() + 60)
         print(json.dumps([result.outcome, result.message, result.notes]))
         """)
     )
@@ -276,7 +277,7 @@ def test_a_trial_inside_a_trial_is_refused(monkeypatch):
     reject_inside_trial("auto_accelerate")
     monkeypatch.setenv(MARK, "1")
     with pytest.raises(ConfigError, match="main guard"):
-        run_trial(Strategy([]), make_task(), device=CPU, steps=1, deadline=soon())
+        TrialPool(make_task(), device=CPU)
     with pytest.raises(ConfigError, match="main guard"):
         verify_plan(Strategy([]), make_task(), device=CPU)
 
@@ -436,7 +437,8 @@ def test_dropout_and_batch_statistics_are_compared_in_evaluation_mode():
 
 def pipelined():
     plan = Strategy([("parallel_mode", [("pipe", 2)]), "pipeline_parallel"])
-    result = run_trial(plan, make_task(), device=CPU, steps=2, deadline=soon())
+    with TrialPool(make_task(), device=CPU) as pool:
+        result = pool.run(plan, steps=2, deadline=soon())
     return result.outcome, result.message, result.is_verified, result.steps
 
 

@@ -43,7 +43,8 @@ class ChunkedCrossEntropy(Method):
     is_minor = leaves_no_trace = True
 
     def options(self, scope: "SearchScope") -> list[Option]:
-        return self.flag_options(scope, scope.profile.cross_entropy_head is not None and scope.problem.has_loss)
+        has_head = scope.profile.cross_entropy_head is not None
+        return self.flag_options(scope, has_head and scope.task.loss_func is not None)
 
     def fits(self, config: ChunkedConfig, candidate: "Candidate") -> str | None:
         return "the loss needs the head whole" if candidate.tensor > 1 or candidate.pipe > 1 else None

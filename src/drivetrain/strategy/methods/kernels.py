@@ -81,9 +81,8 @@ class FusedOptimizer(Method):
     is_minor = is_simple = sets_update_loop = leaves_no_trace = True
 
     def options(self, scope: "SearchScope") -> list[Option]:
-        problem = scope.problem
-        is_chosen = any(problem.optim_args.get(key) is not None for key in ("fused", "foreach"))
-        return self.flag_options(scope, problem.optim_func in _FUSED and not is_chosen)
+        is_chosen = any(scope.task.optim_args.get(key) is not None for key in ("fused", "foreach"))
+        return self.flag_options(scope, scope.task.optim_func in _FUSED and not is_chosen)
 
     def may_be_left_out(self, scope: "SearchScope") -> bool:
         return scope.world <= _SMALL_WORLD
@@ -150,7 +149,7 @@ class CpuThreads(Method):
         return tuple(config for config in found if config.threads != torch.get_num_threads())
 
     def options(self, scope: "SearchScope") -> list[Option]:
-        offered, kept = [config.threads for config in scope.local(self)], scope.kept(self.name)
+        offered, kept = [config.threads for config in scope.local.get(self.name, ())], scope.kept(self.name)
         if kept:
             found = [kept[0].threads or (offered or [scope.machine.threads])[-1]]
         elif scope.must(self.name):

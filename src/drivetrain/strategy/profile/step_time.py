@@ -9,7 +9,7 @@ times add up.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -207,25 +207,7 @@ def queued(stretches: Sequence[tuple[float, float]]) -> float:
     return device - before
 
 
-def step_seconds(passes: PassTime, update: tuple[float, float] = (0.0, 0.0), accumulation: int = 1) -> float:
-    """Return the time of one update: all its passes, then the optimizer, which takes (host, device) seconds."""
+def step_seconds(passes: PassTime) -> float:
+    """Return the time of one pass forward and backward, without the update."""
     order = [("forward", True), ("forward", False), ("backward", True), ("backward", False)]
-    stretches = [(passes.host.get(place, 0.0), passes.device.get(place, 0.0)) for place in order] * accumulation
-    return queued([*stretches, update])
-
-
-def update_seconds(moved: float, tensors: int, passes: float, machine: MachineProfile) -> tuple[float, float]:
-    """Return the host and device time of the optimizer: memory traffic over all its state, and a little for each tensor."""
-    grid = None if machine.times is None else machine.times.grid("update", "float32")
-    device = passes * (1.3 * _traffic(moved, machine) if grid is None else grid.seconds([moved]))
-    if machine.kind == "cpu":
-        return 0.0, device
-    return passes * tensors * 0.2 * machine.launch + 20 * machine.launch, device
-
-
-def by_kind(works: Iterable[Work], batch: float, machine: MachineProfile, how: How = "eager") -> Mapping[str, float]:
-    """Return the device's time of a pass by kind of operator, the longest first."""
-    found: dict[str, float] = defaultdict(float)
-    for work in works:
-        found[work.key] += work.count * operator_seconds(work, batch, machine, how=how)
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+    return queued([(passes.host.get(place, 0.0), passes.device.get(place, 0.0)) for place in order])

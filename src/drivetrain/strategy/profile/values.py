@@ -21,10 +21,6 @@ PARTS = (
 """Parts of a profile that only some plans ask for, the most useful first: what a compiled forward pass keeps, and the peak with all blocks
 checkpointed; each in one arithmetic."""
 
-CUDA_WORKSPACE_BYTES = 2 * 32 * 2**20
-"""What matrix products allocate on recent CUDA devices in addition to tensors, once for the forward and once for the backward thread."""
-
-
 Line = tuple[float, float]
 """Fixed part and part per sample."""
 

@@ -1,20 +1,14 @@
-"""The constraints of a search, checked once, and the problem that plans are made for."""
+"""The constraints of a search, checked once."""
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import nn
 
 from drivetrain.core.display import parse_size
 from drivetrain.core.errors import ConfigError, ConflictError, UnknownMethodError
-from drivetrain.strategy.batching import BatchSplit, plan_batch
 from drivetrain.strategy.device_spec import DeviceSpec
-from drivetrain.strategy.profile.values import MachineProfile, ModelProfile
-from drivetrain.strategy.registry import expand_names, find_method, group_names, mesh_method
-from drivetrain.strategy.search.candidates import Candidate
+from drivetrain.strategy.registry import expand_names, find_method, group_names
 from drivetrain.strategy.value import Strategy
 
 NUMERICS = {"exact": ("exact",), "mixed": ("exact", "tf32", "mixed"), "low": ("exact", "tf32", "mixed", "low")}
@@ -135,79 +129,3 @@ def budget_bytes(value: float | int | str, free: float) -> float:
     """Return how many bytes a plan may need on one rank."""
     parsed = parse_memory(value)
     return parsed * free if isinstance(parsed, float) else float(parsed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanningProblem:
-    """What plans are made for: a model, a machine, a number of processes and a global batch."""
-
-    profile: ModelProfile
-    machine: MachineProfile
-    device: torch.device
-    """The device of this machine; when planning for another machine, the CPU."""
-    world: int
-    global_batch: int
-    constraints: SearchConstraints
-    model: nn.Module | None = None
-    optim_func: Any = None
-    optim_args: Mapping[str, Any] = field(default_factory=dict)
-    has_loss: bool = True
-    local: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """By method: configurations that rank 0 offers, because they depend on a process."""
-
-    def batch_for(self, ranks: int, *given: int | None) -> BatchSplit:
-        """Return the batch split on some data ranks, or raise; `given` are micro-batch and accumulation."""
-        rounding = self.constraints.allow_batch_rounding
-        return plan_batch(self.global_batch, ranks, *given, allow_rounding=rounding)
-
-
-class Requests:
-    """The caller's constraints on methods and configurations."""
-
-    def __init__(self, problem: PlanningProblem):
-        self.problem, constraints = problem, problem.constraints
-        self.unwanted, self.wanted = constraints.unwanted(), constraints.wanted()
-        self.fixed: dict[str, Any] = constraints.configured()
-        self.varied: dict[str, Any] = {}
-        self.start = constraints.start
-        self.only: frozenset[str] | None = None
-        if self.start is not None:
-            tunable = {entry.name for entry in self.start if entry.tunable} or set(self.start.opt_names())
-            for name, config, _ in self.start:
-                (self.varied if name in tunable else self.fixed).setdefault(name, config)
-            names = set(self.start.opt_names()) | set().union(*self.wanted, set())
-            self.only = frozenset(names | ({mesh_method().name} if problem.world > 1 else set()))
-            self.wanted = [*self.wanted, *(frozenset({name}) for name in self.start.opt_names())]
-        alone = [next(iter(members)) for members in self.wanted if len(members) == 1]
-        if problem.world == 1:  # they are dropped with a reason when the plan is applied
-            groups = [members for members in self.wanted if all(find_method(name).needs_processes for name in members)]
-            alone += [min(members) for members in groups]
-        idle = [name for name in alone if find_method(name).stays_idle]
-        for name in [name for name in alone if self._has_no_option(name)] + idle:
-            if name not in self.varied:
-                (self.varied if name in idle else self.fixed).setdefault(name, find_method(name).parse(None))
-        written = {*self.fixed, *self.varied}
-        self.here = frozenset(name for name in written if find_method(name).stays_idle or self._has_no_option(name))
-        """Methods that every candidate's plan has."""
-        self.keeps_searched = any(find_method(name).is_searched for name in self.fixed)
-        """Whether some configuration that stays is one that the space would vary."""
-
-    def _has_no_option(self, name: str) -> bool:
-        """Return whether no option of the space represents a method; on one process some are dropped when the plan is applied."""
-        method = find_method(name)
-        return not method.is_searched or (self.problem.world == 1 and method.needs_processes)
-
-    def may(self, name: str) -> bool:
-        """Return whether a candidate may have a method."""
-        return name not in self.unwanted and (self.only is None or name in self.only)
-
-    def must(self, name: str) -> bool:
-        """Return whether every candidate has this method."""
-        return any(members == {name} for members in self.wanted) or name in self.fixed
-
-    def allows(self, candidate: Candidate) -> bool:
-        """Return whether a candidate has everything that was requested and nothing that was excluded."""
-        names = set(candidate.names())
-        if names & self.unwanted or (self.only is not None and not names <= self.only):
-            return False
-        return all(members & (names | self.here) for members in self.wanted)

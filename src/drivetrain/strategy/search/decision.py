@@ -1,7 +1,8 @@
 """The end of a search: the chosen plan, and everything that is reported about it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from drivetrain.core.display import format_bytes, format_duration
@@ -58,45 +59,126 @@ def choose(measurements: Sequence[Measurement], tie: float = TIE) -> Measurement
     return min(ties, key=lambda item: (len(item.plan), item.seconds))
 
 
-def finished_plan(
-    chosen: Scored,
-    measurement: Measurement | None,
-    space: SearchSpace,
-    *,
-    scored: Sequence[Scored],
-    measurements: Sequence[Measurement],
-    budget: float,
-    evidence: Mapping[str, Evidence],
-    notes: Sequence[str],
-    report: Mapping[str, object],
-) -> Strategy:
-    """Return the chosen plan with its numbers, its reasons and the rejected plans."""
-    plan = measurement.plan if measurement is not None else space.plan(chosen.candidate)
-    predicted = _predicted(chosen, budget, evidence)
-    hint = sensitivity(scored, chosen, budget)
-    if hint is not None:
-        predicted["sensitivity"] = hint
-    return replace(
-        plan,
-        predicted=predicted,
-        measured=None if measurement is None else measured_numbers(measurement.result),
-        evidence="measured" if measurement is not None else evidence["memory"],
-        reasons=tuple(notes),
-        rejected=tuple(_rejected(chosen, measurement, scored, measurements, budget)),
-        search=dict(report),
-    )
+@dataclass
+class Comparison:
+    """What a search compared, and the plans and reports that are made from it."""
 
+    space: SearchSpace
+    budget: float
+    """Bytes that a plan may need."""
+    scored: Sequence[Scored]
+    """All candidates as they were predicted, fastest first."""
+    simulated: Sequence[Scored] = ()
+    measurements: Sequence[Measurement] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """How long each part of the search took."""
 
-def _predicted(item: Scored, budget: float, evidence: Mapping[str, Evidence]) -> dict[str, Any]:
-    """Return the predicted cost as a plan stores it, without zeros."""
-    return {
-        "memory": {name: float(value) for name, value in item.cost.memory.items() if value},
-        "time": {name: float(value) for name, value in item.cost.time.items() if value},
-        "peak_bytes": float(item.peak),
-        "step_seconds": float(item.seconds),
-        "budget_bytes": float(budget),
-        "evidence": dict(evidence),
-    }
+    @cached_property
+    def fitting(self) -> list[Scored]:
+        """The candidates that fit by prediction."""
+        return [item for item in self.scored if item.peak <= self.budget]
+
+    @cached_property
+    def plain(self) -> Scored | None:
+        """The plain model, if it fits."""
+        return next((item for item in self.fitting if item.candidate == self.space.plain), None)
+
+    def all_failed(self) -> bool:
+        """Return whether trials showed that training itself fails: the simplest plan that fits was among them, and none ran out of time."""
+        found, plain = self.measurements, self.plain
+        is_plain_tried = plain is None or any(one.candidate == plain.candidate for one in found)
+        return bool(found) and is_plain_tried and all(one.result.outcome != "timeout" for one in found)
+
+    def chosen_plan(self, chosen: Scored, best: Measurement | None, notes: Sequence[str]) -> Strategy:
+        """Return the chosen plan with its numbers, its reasons and the rejected plans; `best` is its measurement, if it has one."""
+        is_simulated = any(item.candidate == chosen.candidate for item in self.simulated)
+        memory: Evidence = "simulated" if is_simulated else "modelled"
+        predicted = self._predicted(chosen, memory)
+        if (hint := sensitivity(self.scored, chosen, self.budget)) is not None:
+            predicted["sensitivity"] = hint
+        return replace(
+            self.space.plan(chosen.candidate) if best is None else best.plan,
+            predicted=predicted,
+            measured=None if best is None else measured_numbers(best.result),
+            evidence=memory if best is None else "measured",
+            reasons=tuple(notes),
+            rejected=tuple(self._rejected(chosen, best)),
+            search=self.report(),
+        )
+
+    def _predicted(self, item: Scored, memory: Evidence) -> dict[str, Any]:
+        """Return the predicted cost as a plan stores it, without zeros."""
+        return {
+            "memory": {name: float(value) for name, value in item.cost.memory.items() if value},
+            "time": {name: float(value) for name, value in item.cost.time.items() if value},
+            "peak_bytes": float(item.peak),
+            "step_seconds": float(item.seconds),
+            "budget_bytes": float(self.budget),
+            "evidence": {"memory": memory, "time": "modelled"},
+        }
+
+    def _rejected(self, chosen: Scored, best: Measurement | None) -> list[str]:
+        """Return up to five plans that were not chosen: measured ones first, then what a reader would ask about."""
+        lines = []
+        for item in self.measurements:
+            if not item.is_usable:
+                lines.append(item.failure)
+            elif best is not None and item.plan != best.plan:
+                change = (item.seconds / best.seconds - 1) * 100
+                lines.append(f"{item.scored.label}: measured {item.seconds * 1e3:.4g} ms a step, {change:+.0f} %")
+        tried = {item.candidate for item in self.measurements}
+        more = contrasting(self.scored, chosen, self.budget, _MOST_REJECTED, lambda item: item.candidate in tried)
+        lines += [rejection(item, chosen.seconds, self.budget) for item in more]
+        return lines[:_MOST_REJECTED]
+
+    def infeasible_plan(self) -> Strategy:
+        """Return the plan that comes closest, marked as failed, with the memory that is missing."""
+        misses = nearest_misses(self.scored, self.budget)
+        nearest, shortfall = misses[0]
+        budget = format_bytes(self.budget)
+        message = (
+            f"no plan fits: the smallest of {len(self.scored)} ({nearest.label}) needs {format_bytes(nearest.peak)}, the budget is "
+            f"{budget}; short by {format_bytes(shortfall)}. Raise memory_budget, use more processes, or a smaller model."
+        )
+        plan = self.space.plan(nearest.candidate)
+        return replace(
+            plan,
+            predicted=self._predicted(nearest, "modelled"),
+            evidence="modelled",
+            rejected=tuple(f"{item.label}: needs {format_bytes(item.peak)} of {budget}" for item, _ in misses),
+            failure=Failure(kind="infeasible", message=message, shortfall_bytes=int(shortfall), nearest=plan),
+            search=self.report(),
+        )
+
+    def failed_plan(self) -> Strategy:
+        """Return the plan of a search in which every trial failed."""
+        first = self.measurements[0]
+        outcomes = "; ".join(item.failure for item in self.measurements)
+        failure = Failure(kind=first.result.outcome, message=f"every plan that was tried failed: {outcomes}")
+        rejected = tuple(outcomes.split("; ")[:_MOST_REJECTED])
+        return replace(first.plan, failure=failure, rejected=rejected, search=self.report())
+
+    def report(self) -> dict[str, Any]:
+        """Return the search as JSON values: counts, times, every trial, and points for a picture."""
+        return {
+            "candidates": len(self.scored),
+            "fitting": len(self.fitting),
+            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+            "simulated": [item.label for item in self.simulated],
+            "measured": [
+                {
+                    "plan": item.scored.label,
+                    "outcome": item.result.outcome,
+                    **({"message": _first_line(item.result.message)} if item.result.message else {}),
+                    "predicted_seconds": item.scored.seconds,
+                    "predicted_bytes": item.scored.peak,
+                    **{name: value for name, value in measured_numbers(item.result).items() if name in _SHOWN},
+                }
+                for item in self.measurements
+            ],
+            **({} if self.plain is None else {"plain": self.plain.label}),
+            "points": points_of(self.scored),
+        }
 
 
 def measured_numbers(result: TrialResult) -> dict[str, Any]:
@@ -107,61 +189,6 @@ def measured_numbers(result: TrialResult) -> dict[str, Any]:
 
 _SHOWN = ("step_seconds", "steps", "peak_bytes", "reserved_bytes", "startup_seconds")
 _KEPT = (*_SHOWN[:4], "loss", "plain_loss", "gradient_norm", "startup_seconds", "is_verified")
-
-
-def _rejected(
-    chosen: Scored,
-    measurement: Measurement | None,
-    scored: Sequence[Scored],
-    measurements: Sequence[Measurement],
-    budget: float,
-) -> list[str]:
-    """Return up to five plans that were not chosen: measured ones first, then what a reader would ask about."""
-    lines = []
-    for item in measurements:
-        if measurement is not None and item.plan == measurement.plan:
-            continue
-        if item.is_usable and measurement is not None:
-            change = (item.seconds / measurement.seconds - 1) * 100
-            lines.append(f"{item.scored.label}: measured {item.seconds * 1e3:.4g} ms a step, {change:+.0f} %")
-        elif not item.is_usable:
-            lines.append(item.failure)
-    tried = {item.candidate for item in measurements}
-    more = contrasting(scored, chosen, budget, _MOST_REJECTED, lambda item: item.candidate in tried)
-    lines += [rejection(item, chosen.seconds, budget) for item in more]
-    return lines[:_MOST_REJECTED]
-
-
-def infeasible_plan(
-    scored: Sequence[Scored], space: SearchSpace, budget: float, report: Mapping[str, object]
-) -> Strategy:
-    """Return the plan that comes closest, marked as failed, with the memory that is missing."""
-    misses = nearest_misses(scored, budget)
-    nearest, shortfall = misses[0]
-    message = (
-        f"no plan fits: the smallest of {len(scored)} ({nearest.label}) needs {format_bytes(nearest.peak)}, the budget is "
-        f"{format_bytes(budget)}; short by {format_bytes(shortfall)}. Raise memory_budget, use more processes, or a smaller model."
-    )
-    plan = space.plan(nearest.candidate)
-    return replace(
-        plan,
-        predicted=_predicted(nearest, budget, {"memory": "modelled", "time": "modelled"}),
-        evidence="modelled",
-        rejected=tuple(
-            f"{item.label}: needs {format_bytes(item.peak)} of {format_bytes(budget)}" for item, _ in misses
-        ),
-        failure=Failure(kind="infeasible", message=message, shortfall_bytes=int(shortfall), nearest=plan),
-        search=dict(report),
-    )
-
-
-def failed_plan(measurements: Sequence[Measurement], report: Mapping[str, object]) -> Strategy:
-    """Return the plan of a search in which every trial failed."""
-    first = measurements[0]
-    outcomes = "; ".join(item.failure for item in measurements)
-    failure = Failure(kind=first.result.outcome, message=f"every plan that was tried failed: {outcomes}")
-    rejected = tuple(outcomes.split("; ")[:_MOST_REJECTED])
-    return replace(first.plan, failure=failure, rejected=rejected, search=dict(report))
 
 
 def summary(plan: Strategy) -> list[str]:
@@ -203,36 +230,6 @@ def plain_plan(cause: str, failed: Strategy | None = None) -> Strategy:
     rejected, search = ((), None) if failed is None else (failed.rejected, failed.search)
     reason = f"search: no plan was found, so nothing is changed: {cause}"
     return Strategy(methods, reasons=(reason,), rejected=rejected, search=search)
-
-
-def report_of(
-    scored: Sequence[Scored],
-    fitting: int,
-    simulated: Sequence[Scored],
-    measurements: Sequence[Measurement],
-    seconds: Mapping[str, float],
-    plain: Scored | None = None,
-) -> dict[str, Any]:
-    """Return the search as JSON values: counts, times, every trial, and points for a picture."""
-    return {
-        "candidates": len(scored),
-        "fitting": fitting,
-        "seconds": {name: round(value, 3) for name, value in seconds.items()},
-        "simulated": [item.label for item in simulated],
-        "measured": [
-            {
-                "plan": item.scored.label,
-                "outcome": item.result.outcome,
-                **({"message": _first_line(item.result.message)} if item.result.message else {}),
-                "predicted_seconds": item.scored.seconds,
-                "predicted_bytes": item.scored.peak,
-                **{name: value for name, value in measured_numbers(item.result).items() if name in _SHOWN},
-            }
-            for item in measurements
-        ],
-        **({} if plain is None else {"plain": plain.label}),
-        "points": points_of(scored),
-    }
 
 
 def points_of(scored: Sequence[Scored]) -> list[str]:

@@ -25,30 +25,16 @@ from drivetrain.strategy.profile.simulate import Simulation, cache_tensor_plans,
 from drivetrain.strategy.profile.values import COMPILED, PARTS, MachineProfile, ModelProfile
 from drivetrain.strategy.registry import all_methods
 from drivetrain.strategy.search.candidates import Candidate
-from drivetrain.strategy.search.constraints import PlanningProblem, SearchConstraints, budget_bytes
-from drivetrain.strategy.search.decision import (
-    Measurement,
-    choose,
-    failed_plan,
-    finished_plan,
-    infeasible_plan,
-    report_of,
-    summary,
-)
-from drivetrain.strategy.search.knowledge import (
-    Knowledge,
-    LearnedProfile,
-    likely_mispredicted,
-    run_on_master,
-    with_compilation,
-)
+from drivetrain.strategy.search.constraints import SearchConstraints, budget_bytes
+from drivetrain.strategy.search.decision import Comparison, Measurement, choose, summary
+from drivetrain.strategy.search.knowledge import Knowledge, likely_mispredicted, run_on_master, with_compilation
 from drivetrain.strategy.search.measure import PLENTY, Measuring, SearchTime, measuring_order
 from drivetrain.strategy.search.plan_cache import cache_plan, find_cached_plan
 from drivetrain.strategy.search.ranking import TIE, Scored, order, preferred, promising
-from drivetrain.strategy.search.space import SearchSpace, build_space
+from drivetrain.strategy.search.space import SearchScope, SearchSpace, build_space
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.running import TrialPool
-from drivetrain.strategy.value import Evidence, Failure, Strategy
+from drivetrain.strategy.value import Failure, Strategy
 
 __all__ = ["SearchConstraints", "find_plan"]
 
@@ -112,6 +98,7 @@ class _Search:
     space: SearchSpace = field(init=False)
     budget: float = field(init=False)
     """Bytes that a plan may need."""
+    compared: Comparison = field(init=False)
 
     def __post_init__(self) -> None:
         self.clock = SearchTime(self.constraints.time_limit)
@@ -137,51 +124,43 @@ class _Search:
             self.known = known = self._known()
         self.budget = budget = budget_bytes(self.constraints.memory_budget, known.machine.free)
         with self._timed("predict"):
-            self.space = space = build_space(self._problem())
+            self.space = space = build_space(self._scope())
             scored = known.predicted(space.candidates)
         scored, top = self._select_promising(scored)
-        fitting = [item for item in scored if item.peak <= budget]
-        self.notes += space.notes
-        self._tell(f"{len(scored)} candidates, {len(fitting)} fit into {format_bytes(budget)}")
-        if not fitting:
-            seconds = broadcast_from_master(self.seconds)
-            return infeasible_plan(scored, space, budget, report_of(scored, 0, (), (), seconds))
+        self.notes += space.scope.notes
+        self.compared = compared = Comparison(space, budget, scored)
+        self._tell(f"{len(scored)} candidates, {len(compared.fitting)} fit into {format_bytes(budget)}")
+        if top:
+            with self._timed("simulate"):
+                ranked = self._simulate(top) or top[-1:]
+            with self._timed("measure"):
+                compared.measurements = self._measure(ranked, trials)
+        compared.seconds = broadcast_from_master(self.seconds)
+        if not compared.fitting:
+            return compared.infeasible_plan()
         if not top:
-            message = f"none of {len(fitting)} plans can be applied to this model: {self._rejected}"
-            report = report_of(scored, len(fitting), (), (), broadcast_from_master(self.seconds))
-            return Strategy(failure=Failure(kind="error", message=message), search=report)
-        with self._timed("simulate"):
-            ranked, simulated = self._simulate(top, fitting)
-        plain = next((item for item in scored if item.candidate == space.plain and item.peak <= budget), None)
-        ranked = ranked or top[-1:]
-        with self._timed("measure"):
-            found = self._measure(ranked, fitting, plain, trials)
-        self.notes = [*(f"profile: {note}" for note in known.profile.notes), *self.notes]
-        report = report_of(scored, len(fitting), simulated, found, broadcast_from_master(self.seconds), plain)
-        best = self._completed(choose(found, tie=TIE if self.constraints.start is None else 0.0))
-        if best is None and _all_failed(found, plain):
-            return failed_plan(found, report)
+            message = f"none of {len(compared.fitting)} plans can be applied to this model: {self._rejected}"
+            return Strategy(failure=Failure(kind="error", message=message), search=compared.report())
+        notes = [*(f"profile: {note}" for note in known.profile.notes), *self.notes]
+        best = choose(compared.measurements, tie=TIE if self.constraints.start is None else 0.0)
+        if best is None and compared.all_failed():
+            return compared.failed_plan()
         if best is not None:
-            chosen = best.scored
-        else:
-            too_large = {item.candidate for item in simulated if item.peak > budget}
-            others = [item for item in fitting if item.candidate not in too_large]
-            chosen = self._unmeasured([*ranked, *others], plain or ranked[0], found)
-        is_simulated = any(item.candidate == chosen.candidate for item in simulated)
-        evidence: dict[str, Evidence] = {"memory": "simulated" if is_simulated else "modelled", "time": "modelled"}
-        return finished_plan(
-            chosen, best, space, scored=scored, measurements=found, budget=budget, evidence=evidence, notes=self.notes, report=report,
-        )  # fmt: skip
+            best, more = self._completed(best)
+            return compared.chosen_plan(best.scored, best, notes + more)
+        too_large = {item.candidate for item in compared.simulated if item.peak > budget}
+        others = [item for item in compared.fitting if item.candidate not in too_large]
+        chosen = self._unmeasured([*ranked, *others], compared.plain or ranked[0], compared.measurements)
+        return compared.chosen_plan(chosen, None, notes)
 
-    def _completed(self, best: Measurement | None) -> Measurement | None:
+    def _completed(self, best: Measurement) -> tuple[Measurement, list[str]]:
         """Return the best with all that its prediction reads, if there is time for it: it is shown next to what was measured."""
-        if best is None or not self.known.missing([best.scored]):
-            return best
+        if not self.known.missing([best.scored]):
+            return best, []
         if broadcast_from_master(self.clock.left() > _COMPLETING):
-            return replace(best, scored=self.known.completed(best.scored))
+            return replace(best, scored=self.known.completed(best.scored)), []
         text = "predicted memory is that of eager mode, which fits easily; a compiled graph keeps less"
-        self.notes.append(f"profile: {text}")
-        return best
+        return best, [f"profile: {text}"]
 
     # What is known.
 
@@ -226,13 +205,10 @@ class _Search:
         self._tell("profiling the machine")
         return profile_machine(self.device, time_limit=patience)
 
-    def _problem(self) -> PlanningProblem:
-        task, known = self.task, self.known
-        return PlanningProblem(
-            profile=known.profile, machine=known.machine, device=self.device, world=self.world,
-            global_batch=task.global_batch_size, constraints=self.constraints, model=task.model,
-            optim_func=task.optim_func, optim_args=task.optim_args, has_loss=task.loss_func is not None,
-            local=broadcast_from_master(self._local_candidates()),
+    def _scope(self) -> SearchScope:
+        return SearchScope(
+            task=self.task, constraints=self.constraints, profile=self.known.profile, machine=self.known.machine,
+            device=self.device, world=self.world, local=broadcast_from_master(self._local_candidates()),
         )  # fmt: skip
 
     def _local_candidates(self) -> dict[str, tuple[Any, ...]]:
@@ -276,28 +252,28 @@ class _Search:
 
     # What is simulated.
 
-    def _close(self, top: Sequence[Scored], fitting: Sequence[Scored]) -> tuple[list[Scored], list[Scored]]:
+    def _close(self, top: Sequence[Scored]) -> tuple[list[Scored], list[Scored]]:
         """Return the candidates to look at closely before anything is measured, and the others.
 
         Without a measurement the first is what would be chosen by prediction, which may be simpler than what is promising.
         """
         if self.reason is not None:
-            likely = [self._unmeasured(fitting, top[0], ()), *preferred(top)]
+            likely = [self._unmeasured(self.compared.fitting, top[0], ()), *preferred(top)]
             return list({item.candidate: item for item in likely}.values())[:_SIMULATED], []
         fits_easily = self.world == 1 and all(item.peak <= PLENTY * self.budget for item in top)
         count = _SIMULATED_IF_MEASURED if fits_easily else len(top)
         return list(top[:count]), list(top[count:])
 
-    def _simulate(self, top: Sequence[Scored], fitting: Sequence[Scored]) -> tuple[list[Scored], list[Scored]]:
-        """Return the promising candidates that still fit after a run on fake tensors, and those that were simulated."""
+    def _simulate(self, top: Sequence[Scored]) -> list[Scored]:
+        """Return the promising candidates that still fit after a run on fake tensors."""
         share = _SIMULATION_SHARE if self.reason is None else 1.0
         left = broadcast_from_master(self.thinking.limit * share - self.thinking.spent())
         if self.clock.limit == 0:
             left = _UNTIMED  # no time was promised, and a simulation was
         if left < _LEAST_SIMULATION:
             self.notes.append("simulation: skipped, because the time limit is too short for it")
-            return list(top), []
-        close, rest = self._close(top, fitting)
+            return list(top)
+        close, rest = self._close(top)
         self._tell(f"simulating {len(close)} plans")
         outcomes = run_on_master(lambda: self._outcomes(close, left))
         close, rest = close[: len(outcomes)], close[len(outcomes) :] + rest
@@ -315,7 +291,8 @@ class _Search:
         for failure, labels in failures.items():
             others = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
             self.notes.append(f"simulation: {labels[0]}{others}: {failure}")
-        return order([*ranked, *rest]), simulated
+        self.compared.simulated = simulated
+        return order([*ranked, *rest])
 
     def _with_memory(self, item: Scored, found: Simulation) -> Scored:
         known = self.known
@@ -358,20 +335,13 @@ class _Search:
                 trials.start()
             yield trials
 
-    def _measure(
-        self, ranked: Sequence[Scored], fitting: Sequence[Scored], plain: Scored | None, trials: TrialPool | None
-    ) -> list[Measurement]:
+    def _measure(self, ranked: Sequence[Scored], trials: TrialPool | None) -> list[Measurement]:
         if trials is None:
             self.notes.append(f"search: nothing was measured, because {self.reason}")
             return []
-        experience = LearnedProfile(self.known.profile, self.known.machine)
-        measuring = Measuring(
-            self.space, self.device, self.clock, self.budget, trials, self._tell,
-            learn=experience.learn, corrected=experience.corrected, completed=self.known.completed,
-            compile_seconds=experience.compile_seconds,
-        )  # fmt: skip
-        measuring.round(measuring_order(ranked, plain, plain_first=self.constraints.start is not None))
-        measuring.measure_promising(fitting, self._is_valid)
+        measuring = Measuring(self.space, self.device, self.clock, self.budget, trials, self._tell, self.known)
+        measuring.round(measuring_order(ranked, self.compared.plain, plain_first=self.constraints.start is not None))
+        measuring.measure_promising(self.compared.fitting, self._is_valid)
         measuring.refine()
         if not measuring.found:
             reason = measuring.obstacle or "the time limit left no time for it"
@@ -420,9 +390,3 @@ class _Search:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - begin
-
-
-def _all_failed(found: Sequence[Measurement], plain: Scored | None) -> bool:
-    """Return whether trials showed that training itself fails: the simplest plan that fits was among them, and none ran out of time."""
-    is_plain_tried = plain is None or any(one.candidate == plain.candidate for one in found)
-    return bool(found) and is_plain_tried and all(one.result.outcome != "timeout" for one in found)

@@ -41,6 +41,11 @@ class Knowledge:
     excluded: frozenset[str] = frozenset()
     """Parts that will not be needed."""
     asked: set[str] = field(default_factory=set)
+    learned: MachineProfile = field(init=False)
+    """The machine as the trials of this search have corrected it. All ranks learn the same from the same results."""
+
+    def __post_init__(self) -> None:
+        self.learned = self.machine
 
     def predicted(self, candidates: Iterable[Candidate]) -> list[Scored]:
         """Return candidates with their predicted cost, fastest first."""
@@ -78,6 +83,32 @@ class Knowledge:
         if is_simulated:
             return item.with_memory(with_compilation(now, item.cost.memory, self.profile, self.machine))
         return item.with_memory(dict(now.cost.memory))
+
+    # From trials.
+
+    def learn(self, one: Measurement) -> None:
+        """Update predictions from the result of a trial."""
+        if not one.is_usable:
+            return
+        candidate, plain = one.candidate, replace(self.learned, corrections={})
+        expected = predict(candidate, self.profile, plain).seconds
+        if expected < _LEARNT_FROM:
+            return
+        prediction = Prediction(
+            kind=candidate.kind,
+            step_seconds=expected,
+            peak_bytes=one.scored.peak - one.scored.cost.memory.get("reserve", 0.0),
+            compile_seconds=compile_seconds(candidate.effects, self.profile, plain),
+        )
+        self.learned = (learn if is_master() else learnt)(self.learned, prediction, one.result)
+
+    def compile_seconds(self, item: Scored) -> float:
+        """Return the expected compile time of a candidate."""
+        return compile_seconds(item.candidate.effects, self.profile, self.learned)
+
+    def corrected(self, item: Scored) -> Scored:
+        """Return a candidate with its time predicted again. Its memory, which may be simulated, is unchanged."""
+        return replace(item, cost=Cost(item.cost.memory, predict(item.candidate, self.profile, self.learned).cost.time))
 
 
 def with_compilation(
@@ -125,38 +156,6 @@ def compile_seconds(e: Effects, profile: ModelProfile, machine: MachineProfile) 
         kernels = (sum(work.count for work in inside) or kernels) / blocks
         kinds = float(len(inside)) or kinds / 2
     return machine.corrections.get(COMPILATION, 1.0) * (_COMPILING + kernels * _EACH_KERNEL + kinds * _EACH_KIND)
-
-
-@dataclass
-class LearnedProfile:
-    """A model and a machine whose predictions improve with every trial. All ranks learn the same from the same results."""
-
-    profile: ModelProfile
-    machine: MachineProfile
-
-    def learn(self, one: Measurement) -> None:
-        """Update predictions from the result of a trial."""
-        if not one.is_usable:
-            return
-        candidate, plain = one.candidate, replace(self.machine, corrections={})
-        expected = predict(candidate, self.profile, plain).seconds
-        if expected < _LEARNT_FROM:
-            return
-        prediction = Prediction(
-            kind=candidate.kind,
-            step_seconds=expected,
-            peak_bytes=one.scored.peak - one.scored.cost.memory.get("reserve", 0.0),
-            compile_seconds=compile_seconds(candidate.effects, self.profile, plain),
-        )
-        self.machine = (learn if is_master() else learnt)(self.machine, prediction, one.result)
-
-    def compile_seconds(self, item: Scored) -> float:
-        """Return the expected compile time of a candidate."""
-        return compile_seconds(item.candidate.effects, self.profile, self.machine)
-
-    def corrected(self, item: Scored) -> Scored:
-        """Return a candidate with its time predicted again. Its memory, which may be simulated, is unchanged."""
-        return replace(item, cost=Cost(item.cost.memory, predict(item.candidate, self.profile, self.machine).cost.time))
 
 
 T = TypeVar("T")

@@ -21,9 +21,10 @@ from drivetrain.strategy.search.candidates import Candidate
 from drivetrain.strategy.search.decision import Measurement, choose
 from drivetrain.strategy.search.ranking import TIE, Scored, are_alike, is_ruled_out
 from drivetrain.strategy.search.space import SearchSpace
-from drivetrain.strategy.trial.report import ReferenceResults, TrialResult
+from drivetrain.strategy.trial.report import TrialResult
 
 if TYPE_CHECKING:
+    from drivetrain.strategy.search.knowledge import Knowledge
     from drivetrain.strategy.trial.running import TrialPool
 
 FEW_STEPS, MORE_STEPS = 3, 10
@@ -77,6 +78,7 @@ class Measuring:
     budget: float
     pool: "TrialPool"
     tell: Callable[[str], None]
+    known: "Knowledge"
     found: list[Measurement] = field(default_factory=list)
     failed: list[Candidate] = field(default_factory=list)
     late: list[Scored] = field(default_factory=list)
@@ -85,18 +87,8 @@ class Measuring:
     """How many plans may still be tried in this round, for reports."""
     obstacle: str | None = None
     """Why nothing at all can be tried here."""
-    yardstick: ReferenceResults | None = None
-    """What later plans are compared with where the plain model does not fit: the first plan that does."""
     startups: dict[bool, float] = field(default_factory=dict)
     """Seconds before the first step that earlier trials took, without and with compilation."""
-    learn: Callable[[Measurement], None] = lambda one: None
-    """Is called with every trial."""
-    corrected: Callable[[Scored], Scored] = lambda item: item
-    """Predicts the time of a candidate again, with what was learnt."""
-    compile_seconds: Callable[[Scored], float] = lambda item: 30.0
-    """Predicts how long the compiler takes for a candidate that needs one."""
-    completed: Callable[[Scored], Scored] = lambda item: item
-    """Predicts the memory of a candidate that is about to be tried, if not all was known that its prediction reads."""
 
     def round(self, ranked: Sequence[Scored], most: int = MOST_PLANS) -> None:
         """Try plans in order until enough of them worked or the time is up."""
@@ -135,8 +127,8 @@ class Measuring:
         if best is None:
             return False
         alike = self._measured_with_similar_kernels(item)
-        slower = min((one.seconds / self.corrected(one.scored).seconds for one in alike), default=1.0)
-        return max(1.0, slower) * self.corrected(item).seconds < share * best.seconds
+        slower = min((one.seconds / self.known.corrected(one.scored).seconds for one in alike), default=1.0)
+        return max(1.0, slower) * self.known.corrected(item).seconds < share * best.seconds
 
     def _measured_with_similar_kernels(self, item: Scored) -> list[Measurement]:
         """Return the measured plans with nearly the same kernels."""
@@ -167,7 +159,7 @@ class Measuring:
         best = choose(self.found)
         too_slow = {one.candidate.is_compiled for one in self.found if one.result.outcome == "timeout"}
         late = [item for item in late if item.candidate.is_compiled not in too_slow]
-        for item in sorted(map(self.corrected, late), key=lambda item: item.seconds):
+        for item in sorted(map(self.known.corrected, late), key=lambda item: item.seconds):
             if self.obstacle is not None or (best is not None and item.seconds > (1 - TIE) * best.seconds):
                 return
             if not self._is_known(item) and not self._cannot_win(item) and self._has_time(item, share=_HOPE):
@@ -181,7 +173,7 @@ class Measuring:
         item = min(map(self._as_wrong_as_others, late), key=lambda item: item.seconds, default=None)
         if best is None or item is None:
             return None
-        share = item.seconds / self.corrected(best.scored).seconds
+        share = item.seconds / self.known.corrected(best.scored).seconds
         if share >= 1 - TIE:
             return None
         limit = self.clock.limit + self._expected(item)
@@ -192,10 +184,10 @@ class Measuring:
 
     def _as_wrong_as_others(self, item: Scored) -> Scored:
         """Return a plan as predicted now; one of an untried kind is at least as slow as all tried kinds were."""
-        item, learnt = self.corrected(item), dict[str, float]()
+        item, learnt = self.known.corrected(item), dict[str, float]()
         for one in self.found:
             if one.is_usable:
-                slower = self.corrected(one.scored).seconds / one.scored.seconds
+                slower = self.known.corrected(one.scored).seconds / one.scored.seconds
                 learnt[one.candidate.kind] = max(slower, learnt.get(one.candidate.kind, 1.0))
         slower = 1.0 if item.candidate.kind in learnt else min(learnt.values(), default=1.0)
         time = {part: slower * seconds for part, seconds in item.cost.time.items()}
@@ -219,17 +211,17 @@ class Measuring:
             waits = c.is_compiled and not has_quick
             return (c != plain, waits, c.kind in tried, item.seconds, item.methods, item.peak)
 
-        return sorted(map(self.corrected, waiting), key=place)
+        return sorted(map(self.known.corrected, waiting), key=place)
 
     def _cannot_win(self, item: Scored) -> bool:
         """Return whether a plan would lose even if its prediction is as wrong as they are; the plain plan is always worth knowing."""
         best = choose(self.found)
         if best is None or item.candidate == self.space.plain:
             return False
-        expected = self.corrected(best.scored).seconds
+        expected = self.known.corrected(best.scored).seconds
         for one in self.found:  # what only records kernels, and is not predicted to gain by it, loses a tie
             is_same = _without_recording(item.candidate) == _without_recording(one.candidate)
-            gains = item.seconds < (1 - TIE) * self.corrected(one.scored).seconds
+            gains = item.seconds < (1 - TIE) * self.known.corrected(one.scored).seconds
             if one.is_usable and is_same and not gains:
                 return True
         doubt = _LITTLE_DOUBT if self._measured_with_similar_kernels(item) else _DOUBT
@@ -255,7 +247,7 @@ class Measuring:
             return
         same = best.candidate.without(method.name for method, _ in best.candidate.steps if method.must_win)
         if same in self.space.candidates and all(one.candidate != same for one in self.found):
-            item = self.corrected(Scored(same, best.scored.cost))
+            item = self.known.corrected(Scored(same, best.scored.cost))
             if self._has_time(item):
                 self._try(item)
 
@@ -269,7 +261,7 @@ class Measuring:
         begin = _START.get(self.device.type, 10.0)
         startup = self.startups.get(is_compiled)
         if startup is None:
-            startup = self.startups.get(False, begin) + (self.compile_seconds(item) if is_compiled else 0.0)
+            startup = self.startups.get(False, begin) + (self.known.compile_seconds(item) if is_compiled else 0.0)
         elif self.pool.pid is None:  # the last process could not be used again
             startup += begin / 2
         return startup + (steps + 2) * item.seconds
@@ -277,7 +269,7 @@ class Measuring:
     def _try(self, item: Scored, steps: int = FEW_STEPS, earlier: Measurement | None = None) -> None:
         plan = self.space.plan(item.candidate)
         if item.peak > PLENTY * self.budget:
-            item = self.completed(item)
+            item = self.known.completed(item)
         best = choose(self.found)
         others = "" if best is None else f"; best so far {best.scored.label}, {best.seconds * 1e3:.4g} ms"
         others += f"; up to {self.left} more after it" if self.left else ""
@@ -285,13 +277,11 @@ class Measuring:
         began = time.monotonic()
         result = self.pool.run(
             plan, steps=steps, deadline=self.clock.last_trial, predicted=item.seconds, verify=earlier is None,
-            memory_share=item.peak / self.budget, yardstick=self.yardstick,
+            memory_share=item.peak / self.budget,
         )  # fmt: skip
         if result.error_class == "Unsendable":
             self.obstacle = result.message
             return
-        if self.yardstick is None and result.outcome == "ok" and not result.is_verified:
-            self.yardstick = result.yardstick
         if earlier is not None and result.outcome != "ok":
             self.found.append(earlier)  # what was measured before still holds
             return
@@ -303,7 +293,7 @@ class Measuring:
             result = TrialResult(outcome="oom", message=message, peak_bytes=result.peak_bytes)
         one = Measurement(item, plan, result)
         self.found.append(one)
-        self.learn(one)
+        self.known.learn(one)
         if result.outcome == "oom":
             self.failed.append(item.candidate)
         elif result.outcome == "ok":

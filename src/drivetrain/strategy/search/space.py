@@ -14,37 +14,104 @@ from typing import Any
 import torch
 
 from drivetrain.core.errors import BatchSizeError, ConfigError, PlanInfeasible
+from drivetrain.strategy.batching import BatchSplit, plan_batch
 from drivetrain.strategy.mesh import AXES, DATA_AXES, fit_axes
 from drivetrain.strategy.method import Method, Option, Site
-from drivetrain.strategy.registry import all_methods, mesh_method
+from drivetrain.strategy.profile.values import MachineProfile, ModelProfile
+from drivetrain.strategy.registry import all_methods, find_method, mesh_method
 from drivetrain.strategy.resolve import conflict_between, resolve_plan
 from drivetrain.strategy.search.candidates import Candidate, in_order, is_implied, steps_of
-from drivetrain.strategy.search.constraints import NUMERICS, PlanningProblem, Requests, budget_bytes
+from drivetrain.strategy.search.constraints import NUMERICS, SearchConstraints, budget_bytes
+from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.value import Strategy
 
 _MOST_CANDIDATES = 60_000
 
 
-class SearchScope(Requests):
-    """What methods may read when they list their options."""
+@dataclass(kw_only=True, eq=False)
+class SearchScope:
+    """What plans are made for, and what the caller requests of them: what methods may read when they list their options."""
 
-    def __init__(self, problem: PlanningProblem):
-        super().__init__(problem)
-        self.profile, self.machine = problem.profile, problem.machine
-        self.device, self.world = problem.device, problem.world
-        self.is_cpu = self.machine.kind == "cpu"
+    task: TrainingTask
+    constraints: SearchConstraints
+    profile: ModelProfile
+    machine: MachineProfile
+    device: torch.device
+    """The device of this machine; when planning for another machine, the CPU."""
+    world: int
+    local: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """By method: configurations that rank 0 offers, because they depend on a process; see `Method.local_candidates`."""
+
+    def __post_init__(self) -> None:
+        constraints, machine = self.constraints, self.machine
+        self.is_cpu = machine.kind == "cpu"
         """Whether plans are for a CPU."""
-        self.is_here = problem.constraints.spec is None
+        self.is_here = constraints.spec is None
         """Whether plans are for this machine."""
         self.has_blocks = any(unit.path for unit in self.profile.units)
-        self.budget = budget_bytes(problem.constraints.memory_budget, self.machine.free)
+        self.budget = budget_bytes(constraints.memory_budget, machine.free)
         """Bytes that a plan may need on one rank."""
         self.notes: list[str] = []
         self._axis_methods = [method for method in all_methods() if method.axis is not None]
+        self._read_requests()
 
-    def local(self, method: Method) -> tuple[Any, ...]:
-        """Return the configurations that rank 0 offers for a method; see `Method.local_candidates`."""
-        return self.problem.local.get(method.name, ())
+    def _read_requests(self) -> None:
+        """Set which methods and configurations the caller's constraints leave open."""
+        constraints, start = self.constraints, self.constraints.start
+        self.unwanted, self.wanted = constraints.unwanted(), constraints.wanted()
+        self.fixed: dict[str, Any] = constraints.configured()
+        """Configurations that were requested and stay."""
+        self.varied: dict[str, Any] = {}
+        """Configurations that are varied."""
+        self.only: frozenset[str] | None = None
+        if start is not None:
+            tunable = {entry.name for entry in start if entry.tunable} or set(start.opt_names())
+            for name, config, _ in start:
+                (self.varied if name in tunable else self.fixed).setdefault(name, config)
+            names = set(start.opt_names()) | set().union(*self.wanted, set())
+            self.only = frozenset(names | ({mesh_method().name} if self.world > 1 else set()))
+            self.wanted = [*self.wanted, *(frozenset({name}) for name in start.opt_names())]
+        alone = [next(iter(members)) for members in self.wanted if len(members) == 1]
+        if self.world == 1:  # they are dropped with a reason when the plan is applied
+            groups = [members for members in self.wanted if all(find_method(name).needs_processes for name in members)]
+            alone += [min(members) for members in groups]
+        idle = [name for name in alone if find_method(name).stays_idle]
+        for name in [name for name in alone if self._has_no_option(name)] + idle:
+            if name not in self.varied:
+                (self.varied if name in idle else self.fixed).setdefault(name, find_method(name).parse(None))
+        written = {*self.fixed, *self.varied}
+        self.here = frozenset(name for name in written if find_method(name).stays_idle or self._has_no_option(name))
+        """Methods that every candidate's plan has."""
+
+    def _has_no_option(self, name: str) -> bool:
+        """Return whether no option of the space represents a method; on one process some are dropped when the plan is applied."""
+        method = find_method(name)
+        return not method.is_searched or (self.world == 1 and method.needs_processes)
+
+    def may(self, name: str) -> bool:
+        """Return whether a candidate may have a method."""
+        return name not in self.unwanted and (self.only is None or name in self.only)
+
+    def must(self, name: str) -> bool:
+        """Return whether every candidate has this method."""
+        return any(members == {name} for members in self.wanted) or name in self.fixed
+
+    def allows(self, candidate: Candidate) -> bool:
+        """Return whether a candidate has everything that was requested and nothing that was excluded."""
+        names = set(candidate.names())
+        return all(map(self.may, names)) and all(members & (names | self.here) for members in self.wanted)
+
+    def batch_for(self, ranks: int, *given: int | None) -> BatchSplit:
+        """Return the batch split on some data ranks, or raise; `given` are micro-batch and accumulation."""
+        rounding = self.constraints.allow_batch_rounding
+        return plan_batch(self.task.global_batch_size, ranks, *given, allow_rounding=rounding)
+
+    def global_batch(self, ranks: int) -> int | None:
+        """Return the global batch on some data ranks, or None where it does not divide over them."""
+        try:
+            return self.batch_for(ranks).global_size
+        except BatchSizeError:
+            return None
 
     def needs_dimension(self, dimension: str) -> bool:
         """Return whether every candidate has some method of a dimension."""
@@ -71,19 +138,18 @@ class SearchScope(Requests):
 
     def usable(self, method: Method, axes: Mapping[str, int] | None = None) -> bool:
         """Return whether a method may be used and accepts the device and the model."""
-        problem = self.problem
         if not self.may(method.name):
             return False
-        if method.numerics not in NUMERICS[problem.constraints.numerics] and not self.must(method.name):
+        if method.numerics not in NUMERICS[self.constraints.numerics] and not self.must(method.name):
             return False
         along = {other.name for other in self._axis_methods if other.axis in (axes or {})}
         names = frozenset({method.name, *along})
-        site = Site(device=problem.device, world=problem.world, axes=dict(axes or {}), names=names, model=problem.model)
+        site = Site(device=self.device, world=self.world, axes=dict(axes or {}), names=names, model=self.task.model)
         config = self.kept(method.name) if axes else []
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                if self.is_here and method.requires(problem.profile, problem.device, problem.world) is not None:
+                if self.is_here and method.requires(self.profile, self.device, self.world) is not None:
                     return False
                 method.check(config[0] if config else method.parse(None), site)
         except (ConfigError, RuntimeError):
@@ -162,7 +228,7 @@ class SearchScope(Requests):
     def _sizes(self, method: Method) -> list[int]:
         """Return the sizes of an axis that its method accepts."""
         is_wanted = any(method.name in members for members in self.wanted)
-        if self.world == 1 or (self.is_cpu and not is_wanted) or not self.problem.has_loss:
+        if self.world == 1 or (self.is_cpu and not is_wanted) or self.task.loss_func is None:
             return [1]
         axis = str(method.axis)
         possible = (size for size in method.axis_sizes(self) if self.world % size == 0)
@@ -202,51 +268,50 @@ def dimension_of(method: Method) -> str:
 class SearchSpace:
     """Candidates, and what turns them into plans."""
 
+    scope: SearchScope
     candidates: tuple[Candidate, ...]
     plain: Candidate | None
     """The model as it is: no method but data parallelism; None where the batch does not divide like that."""
-    kept: Mapping[str, Any] = field(default_factory=dict)
-    """Configurations that were requested and stay."""
-    base: Mapping[str, Any] = field(default_factory=dict)
-    """Configurations that are varied."""
-    notes: tuple[str, ...] = ()
 
     def plan(self, candidate: Candidate) -> Strategy:
         """Return a candidate as a Strategy."""
-        return candidate.plan(self.kept, self.base)
+        return candidate.plan(self.scope.fixed, self.scope.varied)
 
 
-def build_space(problem: PlanningProblem) -> SearchSpace:
-    """Return all candidates for a problem, or raise why there are none."""
-    scope = SearchScope(problem)
-    found = list(itertools.islice(_candidates(scope), _MOST_CANDIDATES))
-    batch = _batch(problem, problem.world)
-    plain = None if batch is None else Candidate(data=problem.world, micro=batch // problem.world)
-    notes = list(scope.notes)
+def build_space(scope: SearchScope) -> SearchSpace:
+    """Return all candidates, or raise why there are none."""
+    found, world, start = (
+        list(itertools.islice(_candidates(scope), _MOST_CANDIDATES)),
+        scope.world,
+        scope.constraints.start,
+    )
+    batch = scope.global_batch(world)
+    plain = None if batch is None else Candidate(data=world, micro=batch // world)
     if len(found) == _MOST_CANDIDATES:
-        notes.append(f"search: only the first {_MOST_CANDIDATES} candidates were compared")
-    if scope.start is not None:
-        found = [candidate_of(scope.start, problem), *found]
-        plain = found[0]
-    elif plain is not None and plain not in found and scope.allows(plain) and not scope.keeps_searched:
-        found.append(plain)
+        scope.note(f"search: only the first {_MOST_CANDIDATES} candidates were compared")
+    if start is not None:
+        plain = candidate_of(start, scope)
+        found = [plain, *found]
+    elif plain is not None and plain not in found and scope.allows(plain):
+        keeps_searched = any(
+            find_method(name).is_searched for name in scope.fixed
+        )  # which the plain model does not have
+        found += [] if keeps_searched else [plain]
     if not found:
-        problem.batch_for(problem.world)  # raises if the batch is the reason
+        scope.batch_for(world)  # raises if the batch is the reason
         missing = [" or ".join(sorted(members)) for members in scope.wanted]
         raise PlanInfeasible(
-            f"no plan for {problem.world} processes and a global batch of {problem.global_batch} contains what was included: "
+            f"no plan for {world} processes and a global batch of {scope.task.global_batch_size} contains what was included: "
             f"{'; '.join(missing) or 'nothing'}. Include less, or use another number of processes."
         )
-    return SearchSpace(
-        candidates=tuple(dict.fromkeys(found)), plain=plain, kept=scope.fixed, base=scope.varied, notes=tuple(notes)
-    )
+    return SearchSpace(scope=scope, candidates=tuple(dict.fromkeys(found)), plain=plain)
 
 
 def _candidates(scope: SearchScope) -> Iterator[Candidate]:
     dimensions = scope.dimensions()
     for mesh in scope.meshes(dimensions):
         ranks = mesh.get("data", 1) * mesh.get("zero", 1)
-        batch = _batch(scope.problem, ranks)
+        batch = scope.global_batch(ranks)
         if batch is None:
             continue
         for micro, accumulation in scope.splits(batch // ranks):
@@ -271,16 +336,16 @@ def _with(candidate: Candidate, option: Option, device: torch.device) -> Candida
     return larger if all(method.fits(config, larger) is None for method, config in steps_of(option)) else None
 
 
-def candidate_of(plan: Strategy, problem: PlanningProblem) -> Candidate:
+def candidate_of(plan: Strategy, scope: SearchScope) -> Candidate:
     """Return the candidate with the plan's cost. It keeps the plan as it was written."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is dropped is reported when the plan is applied
-        resolved = resolve_plan(plan, model=problem.model, device=problem.device, world=problem.world)
+        resolved = resolve_plan(plan, model=scope.task.model, device=scope.device, world=scope.world)
     axes = {axis: dict(resolved.axes).get(axis, 1) for axis in AXES}
     if axes["zero"] == 1 and any(method.shards_axis is not None for _, method, _ in resolved.steps):
         axes["zero"], axes["data"] = axes["data"], 1
     ranks = axes["data"] * axes["zero"]
-    batch = problem.batch_for(ranks, *resolved.batch_split)
+    batch = scope.batch_for(ranks, *resolved.batch_split)
     candidate = Candidate(
         **axes,
         micro=batch.micro,
@@ -290,10 +355,3 @@ def candidate_of(plan: Strategy, problem: PlanningProblem) -> Candidate:
     )
     settled = tuple((method.name, method.settled(config, candidate)) for method, config in candidate.steps)
     return replace(candidate, methods=settled)
-
-
-def _batch(problem: PlanningProblem, ranks: int) -> int | None:
-    try:
-        return problem.batch_for(ranks).global_size
-    except BatchSizeError:
-        return None

@@ -5,7 +5,7 @@ from drivetrain.core.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        ".running": ["TrialPool", "run_trial"],
+        ".running": ["TrialPool"],
         ".report": ["TrialResult", "ReferenceResults"],
         ".process": ["reject_inside_trial"],
     },

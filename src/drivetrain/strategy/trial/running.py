@@ -52,30 +52,6 @@ IN_PROCESS_SHARE = {"cpu": 0.7}
 _TICK = 0.1
 
 
-def run_trial(
-    plan: Strategy,
-    task: TrainingTask,
-    *,
-    device: torch.device,
-    steps: int,
-    deadline: float,
-    predicted: float | None = None,
-    yardstick: ReferenceResults | None = None,
-    verify: bool = True,
-    memory_share: float | None = None,
-    patience: float = SILENCE_SECONDS,
-) -> TrialResult:
-    """Try one plan. Every rank calls it with the same arguments and gets the same result.
-
-    `deadline` is a time of `time.monotonic()`; `predicted` the expected seconds of a step; `memory_share` the predicted part of the memory
-    budget, without which a task that cannot be sent to another process is not tried. For several plans use `TrialPool`.
-    """
-    with TrialPool(task, device=device, patience=patience) as pool:
-        return pool.run(
-            plan, steps=steps, deadline=deadline, predicted=predicted, yardstick=yardstick, verify=verify, memory_share=memory_share,
-        )  # fmt: skip
-
-
 class TrialPool(AbstractContextManager["TrialPool"]):
     """Tries one plan after another on one task. As a context manager it ends all its processes.
 
@@ -254,13 +230,16 @@ class TrialPool(AbstractContextManager["TrialPool"]):
         steps: int,
         deadline: float,
         predicted: float | None = None,
-        yardstick: ReferenceResults | None = None,
         verify: bool = True,
         memory_share: float | None = None,
     ) -> TrialResult:
-        """Try one plan on all ranks; see `run_trial`. The plain model is run once for all plans of a pool."""
+        """Try one plan. Every rank calls it with the same arguments and gets the same result. The plain model is run once for all plans.
+
+        `deadline` is a time of `time.monotonic()`; `predicted` the expected seconds of a step; `memory_share` the predicted part of the
+        memory budget, without which a task that cannot be sent to another process is not tried.
+        """
         began = time.monotonic()
-        order = self._order(plan, steps, verify, yardstick)
+        order = self._order(plan, steps, verify)
         if (unsendable := _unsendable(order)) is not None and self._can_fork():
             self.close()
             self._forked = unsendable.message
@@ -289,14 +268,14 @@ class TrialPool(AbstractContextManager["TrialPool"]):
             result = replace(result, notes=(*result.notes, f"tried in a forked process: {self._forked}"))
         return result
 
-    def _order(self, plan: Strategy, steps: int, verify: bool, yardstick: ReferenceResults | None) -> Order:
+    def _order(self, plan: Strategy, steps: int, verify: bool) -> Order:
         methods = map(find_method, dict.fromkeys(plan.opt_names()))
         return Order(
             plan=Strategy(plan.opt_list, batch=plan.batch),
             methods=tuple(method for method in methods if not type(method).__module__.startswith("drivetrain.")),
             steps=steps,
             verify=verify,
-            yardsticks=tuple(self._yardsticks.values()) if yardstick is None else (yardstick,),
+            yardsticks=tuple(self._yardsticks.values()),
             plain_fits=self._plain_fits,
         )
 
@@ -343,6 +322,7 @@ class TrialPool(AbstractContextManager["TrialPool"]):
             release_unused_memory(self.device)
             restore_rng(random_state)
         result = merge([report], order.steps, self.device.type)
+        self._store_reference_results(result)
         note = f"tried in the process of the caller: {obstacle}"
         return replace(result, is_in_process=True, notes=(*result.notes, note))
 
