@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drivetrain.core.errors import DistributedError, StopTrainingError
+from drivetrain.core.errors import DistributedError, PlanInfeasible, StopTrainingError
 from drivetrain.train.agreement import STOP, StopVote
 from drivetrain.train.callbacks import TrainerCallback
 from drivetrain.train.trainer import Trainer
@@ -247,6 +247,19 @@ def train_partly(**settings):
         return None
     train(trainer, make_data(16), per_device_batch_size=4)
     return weights(trainer.model)
+
+
+def train_partly_for_one_step(strategy):
+    trainer = make_trainer(Partly(), seed=1, strategy=strategy)
+    before = [weight.clone() for weight in weights(trainer.model)]
+    with pytest.raises((DistributedError, PlanInfeasible), match=r"unused.weight, unused.bias did not contribute"):
+        train(trainer, make_data(8), per_device_batch_size=4)
+    return all(map(torch.equal, before, weights(trainer.get_model())))
+
+
+@pytest.mark.parametrize("strategy", [None, ["parallel_mode"]])
+def test_gradients_that_ddp_did_not_average_update_nothing_even_in_the_only_step(world2, strategy):
+    assert world2(train_partly_for_one_step, strategy) == [True, True]
 
 
 def test_parameters_without_a_gradient_are_named_with_the_switch_that_allows_them(world2):

@@ -56,6 +56,19 @@ class TransparentDDP(DistributedDataParallel):
             super().__setattr__(name, value)
 
 
+def check_reduced(model: object) -> None:
+    """Raise an error if DDP still waits for a gradient of the last backward pass: the others have not been averaged.
+
+    DDP itself says so in the next forward pass, after an update that differs between ranks.
+    """
+    ddp = model._orig_mod if isinstance(model, nn.Module) and is_compiled_shell(model) else model
+    if isinstance(ddp, TransparentDDP):
+        try:
+            ddp.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            raise DistributedError(_explain_unused(ddp, str(error))) from error
+
+
 def _explain_unused(model: DistributedDataParallel, text: str) -> str:
     """Answer torch's error about gradients that did not come, naming the parameters whose numbers it gives."""
     found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)

@@ -18,6 +18,7 @@ from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.order import BatchInfo, share_of
 from drivetrain.module.accumulation import AccumulationWindow, Count, copy_gradients
 from drivetrain.module.compilation import replays_graphs
+from drivetrain.module.ddp import check_reduced
 from drivetrain.module.gradient_sync import set_synchronisation
 from drivetrain.module.loss_items import without_empty
 from drivetrain.module.pipeline_schedule import PipelinedModel, PipelineOutput
@@ -197,6 +198,7 @@ class Stepping:
         """End the micro-batch, and update the parameters if it closes its window."""
         self._is_stepped, self.just_updated = True, False
         if self.window.closes:
+            check_reduced(self.model)
             self.just_updated = self.stepper.update(self.skip_nonfinite)
         if not self._is_followed:
             self.begin(None)

@@ -15,6 +15,7 @@ from drivetrain.core.containers import with_attributes
 from drivetrain.core.errors import StopTrainingError, TrainingStopped
 from drivetrain.core.event import Event
 from drivetrain.module.accumulation import Count
+from drivetrain.module.ddp import check_reduced
 from drivetrain.runtime.signals import SAVE_SIGNAL
 from drivetrain.runtime.workers import report_failure
 from drivetrain.train import loaders, resuming
@@ -333,6 +334,8 @@ class TrainerLoop(EvaluationLoop):
         run, calls = self.run, self._calls
         fire, stepper = run.fire, run.stepper
         guard = stepper.guard
+        if run.is_ddp:
+            check_reduced(self.model)
         if not stepper.is_simple:
             stepper.finish()
         if calls.clip is not None:
