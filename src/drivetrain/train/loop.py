@@ -100,8 +100,7 @@ class TrainerLoop(EvaluationLoop):
     def _run_epoch(self) -> bool:
         """Train over the data once, evaluate when due; True means that the run has reached an end inside the epoch."""
         run, clock = self.run, self.state.clock
-        if run.evaluation.unfinished == "nothing":  # the run before ended inside the epoch
-            run.evaluation.unfinished = ""
+        run.evaluation.begin_epoch()
         if clock.batch_in_epoch == 0:
             run.measures.tracker.reset()
             run.measures.train_metrics.reset()

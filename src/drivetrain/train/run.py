@@ -177,6 +177,10 @@ class EvaluationPlan:
     plateau: MetricWatch = field(default_factory=lambda: MetricWatch("", greater_is_better=False))
     """The metric that a plateau schedule follows."""
 
+    def begin_epoch(self) -> None:
+        """Forget that the run before ended inside the epoch."""
+        self.unfinished = "" if self.unfinished == "nothing" else self.unfinished
+
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Measures:

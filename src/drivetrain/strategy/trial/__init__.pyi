@@ -1,13 +1,11 @@
 # Written by `make stubs` from the lazy exports of this module.
 from drivetrain.strategy.trial.running import TrialPool as TrialPool
-from drivetrain.strategy.trial.running import run_trial as run_trial
 from drivetrain.strategy.trial.report import TrialResult as TrialResult
 from drivetrain.strategy.trial.report import ReferenceResults as ReferenceResults
 from drivetrain.strategy.trial.process import reject_inside_trial as reject_inside_trial
 
 __all__ = [
     "TrialPool",
-    "run_trial",
     "TrialResult",
     "ReferenceResults",
     "reject_inside_trial",
