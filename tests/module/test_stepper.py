@@ -286,3 +286,22 @@ def test_a_norm_without_gradients_is_where_other_norms_are():
     parameters = [nn.Parameter(torch.zeros(2))]
     assert grad_norm(parameters, device="meta").device.type == "meta"  # which stands for an accelerator
     assert grad_norm(parameters) == 0.0
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_a_fused_momentum_is_not_made_of_an_update_that_a_flag_skips(dampening):
+    results = []
+    for fused in (True, False):
+        parameter = nn.Parameter(torch.zeros(5000))
+        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, dampening=dampening, fused=fused)
+        stepper = Stepper(optimizer, AccumulationWindow())
+        stepper.prepare()
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            torch.full((5000,), 1e30)  # what is left in the memory that the momentum may be made in
+            parameter.grad = torch.full((5000,), torch.nan)
+            stepper.step_unless(torch.ones(()))
+        for _ in range(2):
+            parameter.grad = torch.ones(5000)
+            stepper.step()
+        results.append(parameter.detach())
+    torch.testing.assert_close(*results)

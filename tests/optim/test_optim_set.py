@@ -510,3 +510,21 @@ class TestManualUnits:
         model = EncoderDecoder()
         with pytest.raises(RuntimeError, match="manual=True"):
             pair(model).step_now("encoder", losses_of(model, batches(1)[0]))
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_a_unit_whose_first_update_is_skipped_starts_its_momentum_with_the_next(dampening):
+    model, reference = nn.Linear(63, 63), nn.Linear(63, 63)
+    reference.load_state_dict(model.state_dict())
+    conf = {"lr": 0.01, "momentum": 0.9, "dampening": dampening}
+    unit = ConstantLr("SGD", {**conf, "fused": True}, model, grad_clip=None)
+    optimizer = torch.optim.SGD(reference.parameters(), **conf)
+    for factor in (torch.nan, 1.0, 1.0):
+        torch.full((63, 63), 1e30)  # what is left in the memory that the momentum may be made in
+        unit.step(model(torch.ones(2, 63)).square().mean() * factor)
+        if factor == 1.0:
+            optimizer.zero_grad()
+            reference(torch.ones(2, 63)).square().mean().backward()
+            optimizer.step()
+    assert unit.skipped_steps == 1
+    torch.testing.assert_close(model.weight, reference.weight)

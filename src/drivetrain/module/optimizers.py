@@ -58,18 +58,23 @@ def use_fused_kernels(optimizer: Optimizer) -> bool:
     for group in groups:
         group["fused"], group["foreach"] = True, False
     optimizer.defaults["fused"] = True
-    start_momentum(optimizer)
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # a gradient scaler leaves unscaling to the kernel
+    start_momentum(optimizer)
     return True
 
 
 def start_momentum(optimizer: Optimizer) -> None:
     """Make a fused SGD start every parameter's momentum as zeros before its first step.
 
-    Torch makes it at a parameter's first gradient, and its fused kernel fails when parameters get their first gradients in different
-    steps: layers that a batch does not use, or that are unfrozen later.
+    Torch makes it at a parameter's first gradient, without values: the fused kernel fills it, but not where a flag on the device skips
+    the update. The kernel also fails when parameters get their first gradients in different steps. With dampening the first gradient
+    counts in full, so zeros would be another beginning; there the host reads the flag.
     """
     if type(optimizer) is not SGD or not any(group.get("fused") for group in optimizer.param_groups):
+        return
+    if any(group["dampening"] for group in optimizer.param_groups):
+        optimizer._step_supports_amp_scaling = False
+    if _fill_momentum in optimizer._optimizer_load_state_dict_post_hooks.values():
         return
 
     def before_first_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -83,7 +88,6 @@ def start_momentum(optimizer: Optimizer) -> None:
 @torch.no_grad()
 def _fill_momentum(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
-        # With dampening the first gradient counts in full, so that zero would be another beginning.
         if group["momentum"] and not group["dampening"]:
             for parameter in group["params"]:
                 kept = optimizer.state[parameter]

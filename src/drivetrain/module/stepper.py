@@ -21,6 +21,7 @@ from drivetrain.module.accumulation import AccumulationWindow, Count, as_factor,
 from drivetrain.module.distributed_tensors import is_dtensor, local_part
 from drivetrain.module.finite import NonFinitePolicy, StepGuard, any_nonfinite, on_any_rank
 from drivetrain.module.gradient_sync import GradientSync, start_sum_over_ranks
+from drivetrain.module.optimizers import start_momentum
 from drivetrain.module.wrapping import clean_name
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.ranks import is_distributed
@@ -81,6 +82,7 @@ class Stepper:
         whether anybody asks for that.
         """
         optimizer, window = self.optimizer, self.window
+        start_momentum(optimizer)
         window.is_plain = window.is_plain and not is_split
         has_copies = hasattr(optimizer, "collect_gradients")
         self.is_simple = window.is_plain and self.scaler is None and not has_copies

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from drivetrain.core.arguments import check_count, check_flag, check_number
 from drivetrain.core.errors import ConfigError, ConfigTypeError, did_you_mean, nearest_name, unknown_name
 from drivetrain.core.types import Settings
+from drivetrain.module.optimizers import start_momentum
 from drivetrain.module.wrapping import clean_key
 
 # ---------------------------------------------------------------------- which parameters a unit owns
@@ -168,6 +169,7 @@ def build_optimizer(
         raise ConfigError(f"optim_conf={dict(optim_conf)!r}: {label} rejected it: {problem}") from problem
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optim_type={label!r} made a {type(optimizer).__name__}; expected a torch.optim.Optimizer.")
+    start_momentum(optimizer)
     for made in optimizer.param_groups:
         if not isinstance(made.get("lr", 0.0), torch.Tensor):
             check_number("lr", made.get("lr", 0.0), at_least=0, owner=label)
