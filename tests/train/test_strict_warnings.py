@@ -7,7 +7,7 @@ import torch
 
 from drivetrain.algorithms import BlurPool
 from drivetrain.callbacks import TrainerCallback
-from drivetrain.core.errors import DrivetrainWarning, NoEffectWarning
+from drivetrain.core.errors import DrivetrainWarning, NoEffectWarning, StopTrainingError
 from tests.train.tasks import make_data, make_model, make_trainer, train
 
 
@@ -56,3 +56,18 @@ def test_values_logged_when_an_epoch_ends_belong_to_that_epoch():
     assert list(history.get_metric_values("eval_done_epoch")) == [10.0, 20.0, 30.0]
     assert list(history.get_metric_values("train_step_epoch")) == [1.0, 1.0, 1.0]
     assert not any("end" in name for name in history.get_metric_names() if name.startswith("eval"))
+
+
+def test_waiting_is_allowed_again_after_a_stop_inside_a_step(monkeypatch):
+    class Stops(TrainerCallback):
+        def on_train_step_end(self, trainer, **kwargs):
+            modes.append("error")  # as the check of a CUDA device has set it for the step
+            if trainer.state.clock.batch == 1:
+                raise StopTrainingError("inside a step")
+
+    modes = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    train(make_trainer(callbacks=[Stops()], strict=True))
+    assert modes == ["error", "default", "error", "default"]

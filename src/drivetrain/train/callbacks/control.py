@@ -214,12 +214,9 @@ class StrictSteps(TrainerCallback):
                 "them? Set requires_grad=False for parameters that it does not use."
             )
 
-    def batch_end(self, state: State, logger: Logger) -> None:
-        """Allow host synchronization between steps, where evaluation and saving happen."""
-        if state.device.type == "cuda":
+    def allow_waiting(self, *_: object, **__: object) -> None:
+        """Allow host synchronization between steps, where evaluation and saving happen, and after a stop or an error."""
+        if torch.cuda.is_initialized():
             torch.cuda.set_sync_debug_mode("default")
 
-    def on_exception(self, trainer: "Trainer", exception: BaseException | None = None, **kwargs: object) -> None:
-        """Restore the settings of the process."""
-        if torch.cuda.is_available():
-            torch.cuda.set_sync_debug_mode("default")
+    batch_end = on_stop_training_error = on_exception = allow_waiting
