@@ -133,6 +133,7 @@ class TrainerLoop(EvaluationLoop):
             self._evaluate_until_signal()
         plan.unfinished = "nothing" if ended else ""
         if run.require_settings().scheduler_interval == "epoch":
+            run.stepper.was_skipped = False  # the epoch counts, whatever became of its last update
             if isinstance(self.scheduler, ReduceLROnPlateau):
                 self._step_plateau()
             elif self.scheduler is not None:
@@ -368,7 +369,7 @@ class TrainerLoop(EvaluationLoop):
         move = loaders.mover(self.device, loader)
         fire.before_dataloader()
         if limit is None:
-            for batch, last in loaders.look_ahead(self._rest_of_epoch(loader, ahead=1)):
+            for batch, last in loaders.look_ahead(self._rest_of_epoch(loader, ahead=1), clock.batch_in_epoch):
                 state.step = clock.batch_in_epoch
                 yield (batch if move is None else move(batch)), last
                 fire.before_dataloader()
