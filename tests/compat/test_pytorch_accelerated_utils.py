@@ -3,6 +3,8 @@
 import copy
 import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -265,3 +267,37 @@ def _worker_seed_of_rank():
 def test_worker_seeds_differ_between_ranks(world2):
     first, second = world2(_worker_seed_of_rank)
     assert first != second
+
+
+FIRST = """
+import os
+from pathlib import Path
+from drivetrain.utils import local_process_zero_first, world_process_zero_only
+
+@local_process_zero_first
+def download():
+    place = Path("data")
+    found = place.exists()
+    place.touch()
+    return found
+
+@world_process_zero_only
+def note():
+    Path("note" + os.environ["RANK"]).touch()
+
+Path(f"found{os.environ['RANK']}").write_text(str(download()))
+note()
+"""
+
+
+@pytest.mark.slow
+def test_one_process_is_first_also_before_there_is_a_trainer(tmp_path):
+    (tmp_path / "train.py").write_text(FIRST)
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    paths = os.pathsep.join(str(path) for path in sys.path if path)
+    done = subprocess.run(
+        line, cwd=tmp_path, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": paths}
+    )
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"found{rank}").read_text() for rank in (0, 1)] == ["False", "True"]
+    assert (tmp_path / "note0").exists() and not (tmp_path / "note1").exists()

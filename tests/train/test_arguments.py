@@ -8,7 +8,7 @@ from torch import nn, optim
 from torch.utils.data import DataLoader
 
 from drivetrain.compat.trainer_arguments import INSTEAD
-from drivetrain.core.errors import CheckpointError, ConfigError, DrivetrainWarning
+from drivetrain.core.errors import CheckpointError, ConfigError, ConfigTypeError, DrivetrainWarning
 from drivetrain.train.trainer import Trainer
 from tests.train.tasks import make_data, make_model, make_trainer, train
 
@@ -165,3 +165,24 @@ def test_tensors_with_a_row_for_each_sample_are_data_for_training_and_evaluation
         history = trainer.train(data, num_epochs=1, eval_dataset=data)
         results.append([history.get_metric_values("eval_loss_epoch"), model.weight.detach()])
     assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
+
+
+def test_a_batch_size_that_a_loader_ignores_warns():
+    loader, settings = DataLoader(make_data(), batch_size=4), {"num_epochs": 1, "per_device_batch_size": 16}
+    with pytest.warns(
+        DrivetrainWarning, match="per_device_batch_size=16 has no effect: the data is a loader, whose batches have 4"
+    ):
+        make_trainer().train(loader, **settings)
+    make_trainer().train(loader, eval_dataset=make_data(), **settings)  # the evaluation's loader has it
+
+
+@pytest.mark.parametrize("name", ["adam", "AdamW"])
+def test_the_name_of_an_optimizer_is_not_taken_for_a_file(name):
+    model = nn.Linear(4, 2)
+    with pytest.raises(ConfigTypeError, match=f"optimizer='{name}' is a name.*torch.optim.AdamW"):
+        Trainer(model, nn.CrossEntropyLoss(), name, callbacks=()).train(make_data(), num_epochs=1)
+
+
+def test_an_unknown_precision_is_not_reported_as_a_device():
+    with pytest.raises(ConfigError, match="^precision: unknown precision 'float8'"):
+        Trainer(nn.Linear(4, 2), precision="float8")

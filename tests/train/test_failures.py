@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from drivetrain.core.errors import BatchError, BatchOutputError
+from drivetrain.train.failures import check_loss_inputs
 from drivetrain.train.trainer import Trainer
 from tests.train.tasks import make_data, make_model, make_trainer, train
 
@@ -102,3 +103,41 @@ def test_a_model_that_returns_its_loss_is_not_asked_for_a_tensor():
     model = Own()
     trainer = Trainer(model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=())
     assert train(trainer).get_latest_metric("train_loss_epoch") > 0
+
+
+@pytest.mark.parametrize(
+    ("value", "advice"),
+    [
+        (None, "of type NoneType.*return it"),
+        (0.5, "of type float.*leave out .item"),
+        ((torch.zeros(()), 1), "of type tuple.*by name"),
+    ],
+)
+def test_a_loss_that_is_no_tensor_says_what_went_wrong(value, advice):
+    model = nn.Linear(6, 2)
+    trainer = Trainer(model, lambda outputs, targets: value, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=())
+    with pytest.raises(BatchOutputError, match=advice):
+        trainer.train(TensorDataset(torch.randn(8, 6), torch.zeros(8)), num_epochs=1)
+
+
+def test_a_forgotten_loss_function_is_named():
+    model = nn.Linear(6, 2)
+    trainer = Trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), callbacks=())
+    with pytest.raises(
+        BatchError, match=r"Without a loss_func the model gets the whole batch.*Pass Trainer\(model, loss_func=...\)"
+    ):
+        trainer.train(TensorDataset(torch.randn(8, 6), torch.zeros(8)), num_epochs=1)
+
+
+def test_negative_labels_are_not_answered_with_a_larger_layer():
+    with pytest.raises(BatchError, match=r"from -1 to 0.*numbered 0 to 1. Renumber the labels; labels to skip"):
+        check_loss_inputs(nn.CrossEntropyLoss(), torch.randn(2, 2), torch.tensor([-1, 0]))
+
+
+def test_a_metric_that_fails_is_named_with_what_it_got():
+    model = nn.Linear(6, 2)
+    metrics = {"fine": lambda outputs, targets: 1.0, "broken": lambda outputs, targets: outputs[:, 5].mean()}
+    trainer = Trainer(model, nn.CrossEntropyLoss(), callbacks=(), metrics=metrics)
+    with pytest.raises(IndexError) as caught:
+        trainer.evaluate(TensorDataset(torch.randn(8, 6), torch.zeros(8, dtype=torch.long)))
+    assert "The metric 'broken' was called with outputs float32[8, 2] and targets int64[8]." in caught.value.__notes__

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
+from drivetrain.core.errors import StateError
 from drivetrain.train.callbacks import SaveTrainingStateCallback, TrainerCallback
 from drivetrain.train.trainer import Trainer
 from tests.train.tasks import make_data, make_model, make_trainer, train, weights
@@ -166,3 +168,36 @@ def test_make_trainer_is_deterministic():
     train(first, train_dataloader_kwargs={})
     train(second, train_dataloader_kwargs={})
     assert all(map(torch.equal, weights(first.model), weights(second.model)))
+
+
+def test_a_run_that_has_reached_its_end_says_so(tmp_path, capsys):
+    for epochs, said in ((1, False), (1, True), (2, False)):
+        model = nn.Linear(4, 2)
+        trainer = Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=())
+        data = TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.long))
+        trainer.train(data, num_epochs=epochs, checkpoint_dir=tmp_path, resume_from="auto")
+        assert ("Nothing is left to train" in capsys.readouterr().out) is said
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (torch.optim.SGD, torch.optim.AdamW),
+        (torch.optim.AdamW, torch.optim.SGD),
+        (torch.optim.RMSprop, torch.optim.Adam),
+    ],
+)
+def test_another_kind_of_optimizer_cannot_continue_a_run(tmp_path, first, second):
+    data = TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.long))
+
+    def train(kind, epochs):
+        model = nn.Linear(4, 2)
+        trainer = Trainer(model, nn.CrossEntropyLoss(), kind(model.parameters(), lr=0.1), callbacks=())
+        trainer.train(data, num_epochs=epochs, checkpoint_dir=tmp_path, resume_from="auto")
+
+    train(first, 1)
+    with pytest.raises(
+        StateError, match=f"(?s)another kind of optimizer than {second.__name__}: it has no .*load_checkpoint"
+    ):
+        train(second, 2)
+    train(first, 2)

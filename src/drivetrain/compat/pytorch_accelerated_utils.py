@@ -7,6 +7,8 @@ from typing import ParamSpec, TypeVar
 from torch import Tensor
 
 from drivetrain.runtime.collectives import distributed_barrier
+from drivetrain.runtime.device import choose_device
+from drivetrain.runtime.group import join_launched_world
 from drivetrain.runtime.ranks import get_local_rank, is_master
 from drivetrain.runtime.seeds import seed_worker as worker_init_fn
 from drivetrain.runtime.seeds import set_seed
@@ -43,6 +45,7 @@ def local_process_zero_first(func: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(func)
     def ordered(*args: P.args, **kwargs: P.kwargs) -> R:
+        join_launched_world(choose_device())  # a download comes before the Trainer
         if get_local_rank() != 0:
             distributed_barrier()
             return func(*args, **kwargs)
@@ -57,6 +60,7 @@ def local_process_zero_first(func: Callable[P, R]) -> Callable[P, R]:
 def _on_some(func: Callable[P, R], is_chosen: Callable[[], bool]) -> Callable[P, R | None]:
     @wraps(func)
     def restricted(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        join_launched_world(choose_device())
         try:
             return func(*args, **kwargs) if is_chosen() else None
         finally:

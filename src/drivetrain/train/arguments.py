@@ -345,9 +345,7 @@ def check_batch_output(output: object, trainer: "EvaluationLoop") -> None:
             advice = "Does the loss function, or the hook, return it?"
         elif isinstance(loss, Real):
             advice = "It was detached from the model: leave out .item() or float()."
-        raise BatchOutputError(
-            f"the loss is {loss if loss is None else type(loss)!r}, expected a scalar tensor. {advice}"
-        )
+        raise BatchOutputError(f"the loss is of type {type(loss).__name__}, expected a scalar tensor. {advice}")
     if trainer.run.is_evaluating:
         return
     step, engine = trainer.run.loss, trainer.engine

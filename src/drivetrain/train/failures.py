@@ -55,7 +55,7 @@ def explain_failure(error: BaseException, model: object, loss_func: object, batc
         if function in _LOSS_HOOKS:
             batch = frame.f_locals.get("batch")
         in_data = in_data or module.startswith(_DATA)
-        if frame.f_code is MetricSet.update.__code__:
+        if frame.f_code is inspect.unwrap(MetricSet.update).__code__:  # inside no_grad
             outputs, targets = (_shown(frame.f_locals.get(name)) for name in ("outputs", "targets"))
             error.add_note(
                 f"The metric {frame.f_locals.get('name')!r} was called with outputs {outputs} and targets {targets}."

@@ -46,10 +46,10 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _unknown_keyword(function: str, name: str, valid: Sequence[str]) -> str:
-    instead = FOREIGN_ARGUMENTS.load().get(name)
-    if function in ("evaluate", "predict"):  # the table is about the constructor and train()
+    instead = FOREIGN_ARGUMENTS.load().get(name, "")
+    if function in ("evaluate", "predict") and f"{function}(" not in instead:  # it is about the constructor and train()
         near = {"batch_size": "per_device_batch_size", "num_workers": "dataloader_kwargs"}.get(name)
-        instead = None if near is None else f"{function}({near}=...)"
+        instead = f"{function}({near}=...)" if near else ""
     title = "Trainer" if function == "__init__" else f"Trainer.{function}"
     hint = f" Write instead: {instead}." if instead else did_you_mean(name, valid) or f" Arguments: {', '.join(valid)}."
     return f"{title}() got an unexpected keyword argument {name!r}.{hint}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from drivetrain.core.errors import BatchOutputError, ConfigError, unknown_name, warn
+from drivetrain.core.errors import BatchOutputError, ConfigError, warn
 from drivetrain.core.types import StateDict
 from drivetrain.module.accumulation import Count
 from drivetrain.runtime.collectives import all_gather_values, broadcast_from_master
@@ -284,8 +284,7 @@ class MetricWatch:
         names = self._names if trainer.evaluates_inside_epochs else self._names[:1]
         recorded = [name for name in names if name in history.get_metric_names()]
         if not recorded and not inside_epoch and not _awaits_first_evaluation(trainer, self.metric):
-            recorded_names = [*history.get_metric_names()]
-            raise ValueError(unknown_name("metric", self.metric, recorded_names, where="watched in the run history"))
+            history.get_latest_metric(self.metric)  # raises, with the recorded names
         for name in recorded:
             count = history._num_values(name)
             if count != self._num_seen.get(name, 0):

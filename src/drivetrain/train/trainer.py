@@ -523,7 +523,7 @@ class Trainer(TrainerLoop):
             return data
         kwargs = loaders.merge_kwargs(data, defaults(batch_size), given)
         setattr(self.run.data, f"{phase}_kwargs", kwargs)
-        with naming(kwargs_name, given):
+        with naming(*(kwargs_name, given) if given else (name, data)):
             return DataLoader(dataset=data, collate_fn=self.collate_fn, **kwargs)
 
     # ------------------------------------------------------------------ getting ready

@@ -403,7 +403,7 @@ class Chart {
       {
         width: this.plot.clientWidth,
         height: HEIGHT,
-        padding: [8, 10, 0, 0],
+        padding: [8, 16, 0, 0],
         legend: { show: false },
         cursor: {
           y: false,
