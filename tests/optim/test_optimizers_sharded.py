@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from drivetrain.algorithms.gradient_clipping import apply_gradient_clipping
+from drivetrain.algorithms.kernel_norm import normalise_kernels
 from drivetrain.module.sharding import shard_fully
 from drivetrain.optim import AdamWScheduleFree, Lion, Lookahead, MuonHybrid, SAMOptimizer
 
@@ -65,6 +66,11 @@ def compare_on_rank():
     for kind, threshold in CLIPPING:
         pairs = zip(clipped(shard_fully(net()), kind, threshold, share), clipped(net(), kind, threshold, slice(None)))
         differences[kind] = max((a - b).abs().max().item() for a, b in pairs)
+    whole = {name: p for name, p in net().named_parameters() if p.ndim > 1}
+    shards = {name: p for name, p in shard_fully(net()).named_parameters() if p.ndim > 1}
+    for kernels in (whole, shards):
+        normalise_kernels(list(kernels.values()))
+    differences["kernels"] = max((shards[name].full_tensor() - p).abs().max().item() for name, p in whole.items())
     return differences
 
 

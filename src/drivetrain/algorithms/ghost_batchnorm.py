@@ -36,9 +36,8 @@ class _GhostNorm(_BatchNorm):
                 "ghost_batch_size, larger batches, or drop_last=True where the last batch of an epoch is the small one."
             )
         parts = input.chunk(-(-rows // self.ghost_batch_size))
-        if (
-            len(parts) > 1 and parts[-1][:, 0].numel() == 1
-        ):  # one value has no variance: every part gets two rows or more
+        # One value has no variance: every part gets two rows or more.
+        if len(parts) > 1 and parts[-1][:, 0].numel() == 1:
             parts = input.tensor_split(min(len(parts), rows // 2))
         # Each part moves the running statistics; together they are to move them about as far as one batch does.
         momentum = None if self.momentum is None else self.momentum / len(parts)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from drivetrain.algorithms.surgery import model_of
 from drivetrain.context.state import State
 from drivetrain.core import Algorithm, ConfigError, Event, Logger
+from drivetrain.module.distributed_tensors import is_dtensor, local_part
 from drivetrain.module.params import select_parameters
 from drivetrain.module.wrapping import unwrap
 
@@ -30,10 +31,11 @@ def normalise_kernels(kernels: Sequence[Tensor]) -> None:
     tensors = list({id(kernel): kernel for kernel in kernels}.values())  # one that two layers share is scaled once
     if not tensors:
         return
-    norms = torch._foreach_norm(tensors)
+    norms = [norm.full_tensor() if is_dtensor(norm) else norm for norm in torch._foreach_norm(tensors)]  # type: ignore[attr-defined]
     torch._foreach_clamp_min_(norms, 1e-7)  # a kernel of zeros stays one
-    torch._foreach_div_(tensors, norms)
-    torch._foreach_mul_(tensors, [math.sqrt(len(tensor)) for tensor in tensors])
+    own = [local_part(tensor) for tensor in tensors]
+    torch._foreach_div_(own, norms)
+    torch._foreach_mul_(own, [math.sqrt(len(tensor)) for tensor in tensors])
 
 
 class KernelNorm(Algorithm):

@@ -51,7 +51,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     A layer whose weights are parametrized (WeightStandardization, weight norm) is a leaf with its parametrizations.
     """
     modules = list(unwrap(model).modules())
-    parts = {part for m in modules if is_parametrized(m) for part in m.parametrizations.modules()}
+    parts = {part for m in modules if is_parametrized(m) for part in m.get_submodule("parametrizations").modules()}
     own = [m for m in modules if m not in parts and parts.issuperset(m.children())]
     return [m for m in own if next(m.parameters(), None) is not None][:-1]
 

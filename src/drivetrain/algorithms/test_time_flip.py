@@ -7,7 +7,6 @@ count, in the weighting of Jordan's airbench (2024, arXiv 2404.00498): the two u
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +40,8 @@ def view(x: Tensor, by: int, is_flipped: bool) -> Tensor:
 
 
 def turned_back(output: Tensor, images: Tensor, by: int, is_flipped: bool) -> Tensor:
-    """Return a map over the pixels, as of segmentation, in the place of the unmoved images; other outputs have no place."""
+    """Return a map over the pixels, as of segmentation, in the place of the unmoved images; other outputs as they are."""
+    output = _wide(output)
     if output.ndim != images.ndim:
         return output
     if by and output.shape[-2:] != images.shape[-2:]:
@@ -56,7 +56,7 @@ def average_flips(model: Callable[[Tensor], Tensor], x: Tensor, shift: int = 0) 
     """Return the weighted mean of a model's outputs over the views of images; maps over the pixels are turned back."""
     check_counts("average_flips", 0, shift=shift)
     seen = [
-        weight * turned_back(_wide(model(view(x, by, is_flipped))), x, by, is_flipped)
+        weight * turned_back(model(view(x, by, is_flipped)), x, by, is_flipped)
         for weight, by, is_flipped in views_of(shift)
     ]
     return torch.stack(seen).sum(0)
@@ -89,10 +89,6 @@ class TestTimeFlip(Algorithm):
             changed = seen if is_bare else batch_set(copy.copy(batch), self.input_key, seen)
             with torch.no_grad(), autocast_of(state):  # the size stays, so nothing is compiled again
                 outputs = call_model(state, changed)
-            place: dict[str, Any] = {"images": first, "by": by, "is_flipped": is_flipped}
-            total = map_tensors(partial(_add, weight, place), total, outputs)
+            outputs = map_tensors(partial(turned_back, images=first, by=by, is_flipped=is_flipped), outputs)
+            total = map_tensors(partial(torch.add, alpha=weight), total, outputs)
         state.outputs = total
-
-
-def _add(weight: float, place: dict[str, Any], total: Tensor, output: Tensor) -> Tensor:
-    return total.add(turned_back(_wide(output), **place), alpha=weight)

@@ -14,9 +14,8 @@ _MONITORS = "drivetrain.train.callbacks.monitors"
 
 OFFERED: dict[str, dict[str, str]] = {
     "": {"drivetrain": "__version__"},
-    "algorithms.alibi.gpt2_alibi": {
-        "drivetrain.algorithms.alibi.gpt2_alibi": "_attn enlarge_mask"
-    },  # of older releases
+    # The name in older releases.
+    "algorithms.alibi.gpt2_alibi": {"drivetrain.algorithms.alibi.gpt2_alibi": "_attn enlarge_mask"},
     "algorithms.utils.augmentation_primitives": {
         "drivetrain.algorithms.utils.primitives": (
             "AugmentationFn=Augmentation augmentation_sets autocontrast equalize posterize rotate solarize shear_x shear_y translate_x "

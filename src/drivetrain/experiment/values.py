@@ -144,11 +144,8 @@ def choice_of(values: Sequence[object]) -> ValueType:
     contents = [value.value if isinstance(value, enum.Enum) else value for value in values]
 
     def convert(value: object) -> Any:
-        for spellings in (
-            values,
-            words,
-            contents,
-        ):  # the name of a member before the value of another: files hold names
+        # The name of a member before the value of another: files hold names.
+        for spellings in (values, words, contents):
             for candidate, own in zip(values, spellings, strict=True):
                 if type(own) is type(value) and own == value:
                     return candidate
@@ -276,9 +273,8 @@ def _adapter(annotation: object) -> tuple[Callable[[Any], Any], type[Exception]]
     try:
         try:
             adapter = TypeAdapter(ruled, config=ConfigDict(arbitrary_types_allowed=True))
-        except (
-            PydanticUserError
-        ):  # a type that brings its own configuration (a model, a typed dict) takes no second one
+        # A type that brings its own configuration (a model, a typed dict) takes no second one.
+        except PydanticUserError:
             adapter = TypeAdapter(ruled)
     except PydanticUserError as error:
         raise BadValue(f"expected a type that pydantic can read: {error.message}") from None

@@ -161,10 +161,8 @@ class StepGuard:
         self._rejected: Tensor | bool = False
         self._optimizer: Any = None
         self._is_exchanged = self._is_large = self._is_judged_elsewhere = self._flagged = False
-        self._found, self._unscaled = (
-            torch.zeros((), device="cpu"),
-            torch.ones((), device="cpu"),
-        )  # for the test on a CPU, made once
+        # For the test on a CPU, made once.
+        self._found, self._unscaled = torch.zeros((), device="cpu"), torch.ones((), device="cpu")
         self._statistics: list[Tensor] = []
         self._copies: deque[list[Tensor]] = deque(maxlen=3)
 

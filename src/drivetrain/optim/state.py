@@ -72,9 +72,8 @@ def _load_window(unit: "OptimScheduler", partial: Mapping[str, Any]) -> None:
     window = unit.window
     counts = {"count": int(partial["batches"]), "items": partial["weight"]}
     window.load_state_dict({**counts, "everywhere": partial["weight_everywhere"], "reference": window.reference})
-    factor = (
-        partial.get("length") or window.length
-    ) / window.length  # each batch was divided by the length of its window
+    # Each batch was divided by the length of its window.
+    factor = (partial.get("length") or window.length) / window.length
     for name, p in zip(unit.param_names, unit.params):
         grad = partial["grads"].get(name)
         if grad is not None:

@@ -181,9 +181,8 @@ class JsonPacker(Packer):
             return self.entries(value, path)
         if kind is OrderedDict:
             packed: StateDict = {"$ordered": self.pairs(value, path)}
-            if (
-                metadata := getattr(value, "_metadata", None)
-            ) is not None:  # a module's state: version numbers of its parts
+            # A module's state: version numbers of its parts.
+            if (metadata := getattr(value, "_metadata", None)) is not None:
                 packed["metadata"] = self.pack(metadata, join_path(path, "_metadata"))
             return packed
         if coder := coders.JSON_CODERS.get(kind):

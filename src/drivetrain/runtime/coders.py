@@ -109,10 +109,8 @@ def _pack_array(value: np.ndarray, packer: "Packer", path: str) -> object:
     try:
         owned = value.flags.writeable and min(value.strides, default=0) >= 0
         return packer.pack(torch.from_numpy(value if owned else value.copy()), path)
-    except (
-        TypeError,
-        ValueError,
-    ):  # text, dates, records, foreign byte order: torch has no such type, so bytes are kept
+    # Text, dates, records, foreign byte order: torch has no such type, so bytes are kept.
+    except (TypeError, ValueError):
         raw = torch.from_numpy(np.frombuffer(bytearray(value.tobytes()), dtype=np.uint8))
         described = {"bytes": raw, "dtype": np.lib.format.dtype_to_descr(value.dtype), "shape": list(value.shape)}
         return packer.pack(described, path)

@@ -280,9 +280,8 @@ def _shape(app: Application) -> None:
     app.mesh = build_mesh(plan.axes, plan.rank_order, app.device.type)
     app.context._layout = PlanLayout(app.mesh, mesh_of_copies(plan.site, app.mesh))
     for stage in Stage:
-        if stage is Stage.SHELL and not any(
-            own is stage for own, _, _ in plan.steps
-        ):  # sharding places the model itself
+        # Sharding places the model itself.
+        if stage is Stage.SHELL and not any(own is stage for own, _, _ in plan.steps):
             if any(parameter.is_meta for parameter in app.model.parameters()):
                 materialise(app.model, app.device)
             app.model.to(app.device)

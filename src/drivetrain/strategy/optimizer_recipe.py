@@ -8,7 +8,7 @@ It is made last, from the final parameters. Methods change the recipe and not th
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 from torch import nn
@@ -73,11 +73,21 @@ def recipe_of(optimizer: Optimizer, model: nn.Module) -> OptimizerRecipe:
         usual = {"params", "param_names", *(key for key in defaults if group.get(key) is defaults[key])}
         own = {key: value for key, value in group.items() if key not in usual}
         layout.append(([by_id[id(p)] for p in group["params"]], own))
-    accepted = inspect.signature(type(optimizer).__init__).parameters
+    build = maker_of(optimizer)
+    accepted = inspect.signature(build).parameters
     settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     return OptimizerRecipe(
-        build=type(optimizer), settings=settings, groups=partial(_named_groups, layout), existing=optimizer, names=names
+        build=build, settings=settings, groups=partial(_named_groups, layout), existing=optimizer, names=names
     )
+
+
+def maker_of(optimizer: Optimizer) -> Callable[..., Optimizer]:
+    """Return what makes an optimizer like a given one from groups and settings; one around another is put around a new one."""
+    around = getattr(optimizer, "around", None)
+    if around is None:
+        return type(optimizer)
+    inner = maker_of(optimizer.base_optimizer)  # type: ignore[attr-defined]
+    return update_wrapper(lambda groups, **settings: around(inner(groups, **settings)), inner, updated=())
 
 
 def _named_groups(layout: list[tuple[list[str], Settings]], model: nn.Module) -> list[Settings]:

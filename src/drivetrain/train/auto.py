@@ -398,9 +398,8 @@ class _Request:
         config = resolved.config("micro_batch")
         micro, accumulation = (None, None) if config is None else (config.size, config.accumulation)
         size, ranks, parts = self._global_size(), resolved.data_ranks, accumulation or 1
-        if (
-            size is None and self.loader_args.get("batch_sampler") is not None
-        ):  # batches of any size: parts of each, in turn
+        # Batches of any size: parts of each, in turn.
+        if size is None and self.loader_args.get("batch_sampler") is not None:
             return BatchSplit(global_size=ranks * parts, micro=1, accumulation=parts, data_ranks=ranks)
         if size is None and self.dataset is None and config is None:
             return None

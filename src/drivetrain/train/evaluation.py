@@ -323,9 +323,8 @@ def run_prediction(
         preserve_rng_state() if trainer.run.is_running else nullcontext(),  # a callback predicts without a trace
         with_attributes(state, "batch", "batch_output", "outputs"),
         own_events(trainer.run.loss, Event.PREDICT_AFTER_FORWARD),
-        with_attributes(
-            trainer.run.loss, find_form=find_inputs, form=None, form_type=None, own_loss=None
-        ),  # no targets
+        # Inputs without targets.
+        with_attributes(trainer.run.loss, find_form=find_inputs, form=None, form_type=None, own_loss=None),
         restored_modes(trainer.model),
         evaluating_optimizer(trainer.optimizer),
     ):

@@ -148,14 +148,11 @@ def _restored(trainer: "Trainer", data: object) -> Iterator[None]:
             load_loader_state(loader, position, 0)
             set_generators(state, generators)
             trainer.model = trainer.get_model()
-            for held in (
-                trainer.optimizer,
-                getattr(trainer.optimizer, "optim", trainer.optimizer),
-            ):  # a split one holds another
+            # A split one holds another.
+            for held in (trainer.optimizer, getattr(trainer.optimizer, "optim", trainer.optimizer)):
                 held.state.clear()
-            Context(model=trainer.model, optimizer=trainer.optimizer).load_state_dict(
-                before
-            )  # a plan may have split them
+            # A plan may have split them.
+            Context(model=trainer.model, optimizer=trainer.optimizer).load_state_dict(before)
             trainer.optimizer.zero_grad()
             state.clock.load_state_dict(clock)
 

@@ -5,7 +5,6 @@ device. Every draw takes torch's global generator when it is given None. A gener
 the State's generators are the host's.
 """
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from drivetrain.algorithms.surgery import warn_no_effect
 from drivetrain.core.containers import leaves
-from drivetrain.core.errors import ConfigTypeError, NotIntendedUseWarning
+from drivetrain.core.errors import ConfigTypeError, NotIntendedUseWarning, warn
 from drivetrain.core.types import Batch
 
 T = TypeVar("T")
@@ -84,7 +83,7 @@ def is_image_like(target: object, image: Tensor) -> bool:
 
 
 def warn_of_small_sides(image: Tensor, who: str) -> None:
-    """Warn if boxes of part of an image have no pixel, as those of a signal (N, C, L) that is taken for images."""
+    """Warn that boxes have no pixel, as those of a signal (N, C, L) that is taken for images."""
     warn_no_effect(
         f"{who} changes nothing in inputs of shape {tuple(image.shape)}: a box of part of their height and width, the last two "
         "dimensions, has no pixel. Is this an image?"
@@ -96,11 +95,10 @@ def warn_of_images_left(batch: object, images: object, who: str) -> None:
     first, own = first_image(images, who, same_size=False), {id(image) for image in leaves(images, Tensor)}
     left = [tuple(part.shape) for part in leaves(batch, Tensor) if id(part) not in own and is_image_like(part, first)]
     if left:
-        warnings.warn(
+        warn(
             f"{who} moves the pixels of images {tuple(first.shape)}, but not those of {', '.join(map(str, left))} in the same batch. If "
             "they belong together, as a mask does, name both: input_key=[0, 1].",
             NotIntendedUseWarning,
-            stacklevel=2,
         )
 
 

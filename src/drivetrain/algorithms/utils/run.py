@@ -94,7 +94,7 @@ class OptimizerReplacement(Algorithm):
     def replaced_groups(self, state: State) -> list[Settings]:
         """Return the groups of the optimizer to replace with the names of their parameters, and their other settings."""
         names = {id(parameter): name for name, parameter in named_clean_parameters(model_of(state, str(self)))}
-        groups = []
+        groups: list[Settings] = []
         for group in own_optimizer(state, str(self), is_new=True).param_groups:
             settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             # Frozen parameters may be trained later, and the loss may have parameters of its own.

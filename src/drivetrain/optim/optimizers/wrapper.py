@@ -8,7 +8,7 @@ name for them, but are held apart, because many optimizers take an empty entry t
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -54,6 +54,10 @@ class WrappedOptimizer(Optimizer):
         self.base_optimizer = base_optimizer
         self._kept: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
         super().__setstate__({})  # hooks and profiling; the constructor would make groups of its own
+
+    def around(self, base_optimizer: Optimizer) -> Self:
+        """Return a wrapper of the same settings around another optimizer."""
+        return type(self)(base_optimizer, **{name: getattr(self, name) for name in self.settings})
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         self.base_optimizer.add_param_group(param_group)

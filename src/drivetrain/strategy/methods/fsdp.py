@@ -150,9 +150,8 @@ def shard_over_data(ctx: "Application", config: FsdpConfig) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=reduce_dtype, output_dtype=None if dtype is None else torch.float32
     )
-    if (
-        dtype is not None
-    ):  # the policy casts parameters; autocast joins them with buffers and what the forward makes itself
+    # The policy casts parameters; autocast joins them with buffers and what the forward makes itself.
+    if dtype is not None:
         autocast_forward(ctx.model, ctx.device.type, dtype)
     if isinstance(ctx.model, StagePart):
         ctx.model.compute_dtype = dtype

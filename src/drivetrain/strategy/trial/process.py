@@ -73,9 +73,8 @@ class TrialProcess:
         """Whether it holds the task."""
         os.environ[MARK] = str(os.getpid())
         try:
-            with warnings.catch_warnings(
-                action="ignore", category=DeprecationWarning
-            ):  # of forking with threads, unused there
+            # Python warns of forking with threads, which are unused there.
+            with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
                 self._process.start()
         except BaseException:
             self._pipe.close()
