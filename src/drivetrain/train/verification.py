@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import Settings
 from drivetrain.module.wrapping import clean_state_dict
@@ -75,10 +76,8 @@ def verify_resume(
     >>> verdict.is_exact
     True
     """
-    if num_steps < 2:
-        raise ConfigError(
-            f"verify_resume: num_steps={num_steps}: expected at least 2, half before and half after the interruption."
-        )
+    hint = ", half before and half after the interruption"
+    check_count("num_steps", num_steps, at_least=2, owner="verify_resume", hint=hint)
     reserved = {"max_num_train_steps", "checkpoint_dir", "resume_from", "checkpoint_every"} & set(train_kwargs)
     if reserved:
         raise ConfigError(f"verify_resume sets {', '.join(sorted(reserved))} itself; remove it.")
