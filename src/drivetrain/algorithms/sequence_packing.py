@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from drivetrain.algorithms.utils.datasets import rebuild_in_place
-from drivetrain.algorithms.utils.passes import accepted_names
 from drivetrain.context.batch import batch_get
 from drivetrain.context.state import State
 from drivetrain.core import Algorithm, ConfigError, ConfigTypeError, Event, Logger
@@ -22,6 +21,7 @@ from drivetrain.core.types import Batch, Settings
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.packing import STRATEGIES, PackedDataset, PackedStream, PackingStrategy, num_targets
 from drivetrain.data.packing import document_mask as allowed_places
+from drivetrain.module.wrapping import accepted_names
 
 
 class RealTokens(Dataset[dict[str, Tensor]]):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from drivetrain.core.containers import map_items, same_tuple
 from drivetrain.core.errors import BatchOutputError, ConfigError, ConfigTypeError, warn
 from drivetrain.module.accumulation import as_factor, share_of
-from drivetrain.module.wrapping import is_fully_sharded, num_inputs, unwrap
+from drivetrain.module.wrapping import accepted_names, is_fully_sharded, num_inputs, own_loss, unwrap
 
 if TYPE_CHECKING:
     from drivetrain.train.hooks import TrainerHooks
@@ -164,7 +164,7 @@ def one_loss(loss: object) -> Any:
 
 def find_form(batch: object, model: object, has_loss_func: bool) -> BatchForm:
     """Choose how batches of this type are passed to the model, or raise an error that explains why none fits."""
-    if not has_loss_func and has_own_loss(model):
+    if not has_loss_func and own_loss(model) is not None:
         return WholeForm()
     if isinstance(batch, Mapping):
         target = next((name for name in TARGET_NAMES if name in batch), None)
@@ -201,7 +201,7 @@ def find_inputs(batch: object, model: object, has_loss_func: bool) -> BatchForm:
     if isinstance(batch, (tuple, list)) and (len(batch) <= num_inputs(model) or not _takes(model, len(batch))):
         inputs = min(len(batch), num_inputs(model))  # without targets, or without a loss function that takes them
         return PairForm() if inputs == 1 else SeveralInputsForm(inputs)
-    if isinstance(batch, Mapping) and not has_own_loss(model) and not any(name in batch for name in TARGET_NAMES):
+    if isinstance(batch, Mapping) and own_loss(model) is None and not any(name in batch for name in TARGET_NAMES):
         _check_entries(batch, model)
         return MappingForm(None, keep_target=True)
     return find_form(batch, model, has_loss_func)
@@ -216,26 +216,15 @@ def _takes(model: object, count: int) -> bool:
     return len(positional) >= count or any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
-def has_own_loss(model: object) -> bool:
-    """Whether the model computes its loss from outputs and batch, as `ComposerModel` does."""
-    loss = getattr(unwrap(model), "loss", None) if isinstance(model, nn.Module) else None
-    if loss is None or isinstance(loss, nn.Module) or not inspect.ismethod(loss):
-        return False
-    return len(inspect.signature(loss).parameters) >= 2
-
-
 def _check_entries(entries: Mapping[str, object], model: object) -> None:
     if not isinstance(model, nn.Module):
         return
-    own = unwrap(model)
-    parameters = inspect.signature(own.forward).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    unknown = [entry for entry in entries if entry not in parameters]
-    if unknown:
+    names = accepted_names(model)
+    unknown = [] if names is None else [entry for entry in entries if entry not in names]
+    if names is not None and unknown:
         raise TypeError(
-            f"the batch has entries that {type(own).__name__}.forward does not take: {', '.join(unknown)}. "
-            f"It takes: {', '.join(parameters)}. Remove them in a collate_fn, or override calculate_train_batch_loss."
+            f"the batch has entries that {type(unwrap(model)).__name__}.forward does not take: {', '.join(unknown)}. "
+            f"It takes: {', '.join(names)}. Remove them in a collate_fn, or override calculate_train_batch_loss."
         )
 
 
