@@ -158,4 +158,8 @@ def test_training_metrics_and_logged_values_of_an_interrupted_epoch_are_bit_exac
 
 def test_a_nan_is_not_the_same_as_a_zero():
     nan, zero = torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 0.0])
-    assert difference(nan, zero) is not None and difference(nan, nan.clone()) is None and difference(zero, zero.clone()) is None
+    assert (
+        difference(nan, zero) is not None
+        and difference(nan, nan.clone()) is None
+        and difference(zero, zero.clone()) is None
+    )

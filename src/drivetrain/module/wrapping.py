@@ -348,12 +348,6 @@ def num_inputs(model: object) -> int:
     return 1
 
 
-def accepted_names(model: nn.Module) -> list[str] | None:
-    """Return the names of the arguments of a model's `forward`, or None where it takes any."""
-    parameters = inspect.signature(unwrap(model).forward).parameters
-    return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else list(parameters)
-
-
 def own_loss(model: object) -> Callable[..., Tensor] | None:
     """Return the model's method `loss(outputs, batch)`, which `ComposerModel` has, or None where it has none."""
     loss = getattr(unwrap(model), "loss", None) if isinstance(model, nn.Module) else None

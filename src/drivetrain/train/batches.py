@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.core.containers import map_items, same_tuple
+from drivetrain.core.arguments import accepted_names
+from drivetrain.core.containers import leaves, map_items, same_tuple
 from drivetrain.core.errors import BatchOutputError, ConfigError, ConfigTypeError, warn
 from drivetrain.module.accumulation import as_factor, share_of
-from drivetrain.module.wrapping import accepted_names, is_fully_sharded, num_inputs, own_loss, unwrap
+from drivetrain.module.wrapping import is_fully_sharded, num_inputs, own_loss, unwrap
 
 if TYPE_CHECKING:
     from drivetrain.train.hooks import TrainerHooks
@@ -211,15 +212,17 @@ def _takes(model: object, count: int) -> bool:
     """Whether a model's `forward` can be called with so many positional arguments."""
     if not isinstance(model, nn.Module):
         return True
-    parameters = inspect.signature(unwrap(model).forward).parameters.values()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(positional) >= count or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    try:
+        inspect.signature(unwrap(model).forward).bind_partial(*[None] * count)
+    except TypeError:
+        return False
+    return True
 
 
 def _check_entries(entries: Mapping[str, object], model: object) -> None:
     if not isinstance(model, nn.Module):
         return
-    names = accepted_names(model)
+    names = accepted_names(unwrap(model).forward)
     unknown = [] if names is None else [entry for entry in entries if entry not in names]
     if names is not None and unknown:
         raise TypeError(
@@ -270,10 +273,7 @@ def map_tensors(function: Callable[[Tensor], object], value: object) -> Any:
 
 def first_tensor(value: object) -> Tensor | None:
     """Return the first tensor with a first dimension in nested containers."""
-    if isinstance(value, Tensor):
-        return value if value.dim() else None
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return next((found for found in map(first_tensor, values) if found is not None), None)
+    return next((tensor for tensor in leaves(value, Tensor) if tensor.dim()), None)
 
 
 def split_batch(batch: object, size: int) -> list[object]:

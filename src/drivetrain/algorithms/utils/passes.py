@@ -16,12 +16,13 @@ from torch.utils.data import DataLoader
 
 from drivetrain.context.moving import move_to_device
 from drivetrain.context.state import State
+from drivetrain.core.arguments import accepted_names
 from drivetrain.core.containers import leaves
 from drivetrain.core.types import Batch
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.module.precision import parse_precision
 from drivetrain.module.probing import attributes_set
-from drivetrain.module.wrapping import accepted_names, num_inputs, own_loss, unwrap
+from drivetrain.module.wrapping import num_inputs, own_loss, unwrap
 from drivetrain.runtime.ranks import data_group, is_distributed, num_data_ranks
 from drivetrain.runtime.seeds import preserve_rng_state
 
@@ -53,7 +54,7 @@ def call_model(state: State, batch: object) -> Batch:
     if not has_loss and own_loss(state.model) is not None:
         return model(batch)
     if isinstance(batch, Mapping):
-        names = accepted_names(model)
+        names = accepted_names(unwrap(model).forward)
         return model(**{name: value for name, value in batch.items() if names is None or name in names})
     if isinstance(batch, list | tuple):
         return model(*batch[: num_inputs(model)]) if has_loss else model(*batch)
