@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.algorithms.fast_defaults import FastDefaults, mostly_convolutions
+from drivetrain.algorithms.fast_defaults import FastDefaults
 from drivetrain.core.errors import NoEffectWarning
 from drivetrain.core.event import Event
+from drivetrain.module.convolutions import is_worth_channels_last
 from drivetrain.module.optimizers import use_fused_kernels
 from drivetrain.train.trainer import Trainer
 from tests.algorithms.optimizer_tasks import conv_run
@@ -77,7 +78,7 @@ def test_optimizers_that_chose_a_kernel_or_have_none_are_left_alone():
 
 
 def test_convolutions_decide_by_their_share_of_the_parameters():
-    assert mostly_convolutions(ConvNet()) and not mostly_convolutions(make_model())
+    assert is_worth_channels_last(ConvNet()) and not is_worth_channels_last(make_model())
     with pytest.raises(ValueError, match="channels_last"):
         FastDefaults(channels_last="yes")
 

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from drivetrain.core.errors import ConfigError
 from drivetrain.train.run import EvaluationState
 from drivetrain.train.trainer import Trainer
-from drivetrain.train.verification import _error, verify_resume
+from drivetrain.train.verification import difference, verify_resume
 from tests.train.tasks import make_data, make_model, make_trainer
 
 
@@ -158,4 +158,8 @@ def test_training_metrics_and_logged_values_of_an_interrupted_epoch_are_bit_exac
 
 def test_a_nan_is_not_the_same_as_a_zero():
     nan, zero = torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 0.0])
-    assert _error(nan, zero) is not None and _error(nan, nan.clone()) is None and _error(zero, zero.clone()) is None
+    assert (
+        difference(nan, zero) is not None
+        and difference(nan, nan.clone()) is None
+        and difference(zero, zero.clone()) is None
+    )

@@ -16,6 +16,7 @@ from drivetrain.algorithms.channels_last import apply_channels_last
 from drivetrain.algorithms.surgery import model_of, torch_optimizers, warn_no_effect
 from drivetrain.context.state import State
 from drivetrain.core import Algorithm, ConfigError, Event, Logger
+from drivetrain.module.convolutions import is_worth_channels_last
 from drivetrain.module.optimizers import use_fused_kernels
 
 
@@ -59,7 +60,7 @@ class FastDefaults(Algorithm):
             if use_fused_kernels(optimizer):
                 self.changes.append(f"fused kernels for {type(optimizer).__name__}")
         model = model_of(state, str(self))
-        if self.channels_last is True or (self.channels_last == "auto" and mostly_convolutions(model)):
+        if self.channels_last is True or (self.channels_last == "auto" and is_worth_channels_last(model)):
             apply_channels_last(model)
             self.changes.append("channels-last memory for convolutions")
         if self.fused_loss:
@@ -124,9 +125,3 @@ class FusedCrossEntropy(nn.Module):
 def _pass_through(head: nn.Linear, x: Tensor) -> Tensor:
     """Replace the forward of a head whose product with the weight is part of the loss while training."""
     return x if head.training else nn.functional.linear(x, head.weight, head.bias)
-
-
-def mostly_convolutions(model: nn.Module) -> bool:
-    """Return whether 4-D convolution kernels hold more than half of the parameters."""
-    kernels = sum(p.numel() for m in model.modules() if isinstance(m, nn.Conv2d) for p in m.parameters(recurse=False))
-    return 2 * kernels > sum(p.numel() for p in model.parameters())

@@ -12,16 +12,16 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from drivetrain.algorithms.utils.datasets import rebuild_in_place
-from drivetrain.algorithms.utils.passes import accepted_names
 from drivetrain.context.batch import batch_get
 from drivetrain.context.state import State
 from drivetrain.core import Algorithm, ConfigError, ConfigTypeError, Event, Logger
-from drivetrain.core.arguments import check_choice, check_counts
+from drivetrain.core.arguments import accepted_names, check_choice, check_counts
 from drivetrain.core.errors import NotIntendedUseWarning, warn
 from drivetrain.core.types import Batch, Settings
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.packing import STRATEGIES, PackedDataset, PackedStream, PackingStrategy, num_targets
 from drivetrain.data.packing import document_mask as allowed_places
+from drivetrain.module.wrapping import unwrap
 
 
 class RealTokens(Dataset[dict[str, Tensor]]):
@@ -126,7 +126,7 @@ class SequencePacking(Algorithm):
         """Return a packed batch as the model takes it: with the mask, without what its `forward` does not know."""
         if not isinstance(given, Mapping) or "document_ids" not in given:
             return given
-        batch, accepted = dict(given), accepted_names(state.model)
+        batch, accepted = dict(given), accepted_names(unwrap(state.model).forward)
         document_ids = batch.pop("document_ids")
         if self.document_mask:
             if accepted is not None and "attention_mask" not in accepted:

@@ -8,7 +8,7 @@ arguments of one owner: `check_counts("SAM", 1, interval=interval)`.
 import inspect
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
@@ -121,6 +121,15 @@ def check_callable(name: str, value: object, example: str, num_arguments: int = 
         ) from None
     except ValueError:
         return  # a built-in without a signature
+
+
+def accepted_names(function: Callable[..., object]) -> list[str] | None:
+    """Return the names of the arguments that a function takes, None where it takes any or that is not known."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a built-in without a signature
+        return None
+    return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else list(parameters)
 
 
 @contextmanager

@@ -346,3 +346,9 @@ def num_inputs(model: object) -> int:
             positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
             return max(1, sum(p.default is p.empty for p in positional))
     return 1
+
+
+def own_loss(model: object) -> Callable[..., Tensor] | None:
+    """Return the model's method `loss(outputs, batch)`, which `ComposerModel` has, or None where it has none."""
+    loss = getattr(unwrap(model), "loss", None) if isinstance(model, nn.Module) else None
+    return loss if inspect.ismethod(loss) and len(inspect.signature(loss).parameters) >= 2 else None

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from drivetrain.core.errors import ConfigError, did_you_mean, nearest_name
+from drivetrain.core.files import replace_bytes
 from drivetrain.core.time import Time
 from drivetrain.core.types import StateDict
 from drivetrain.core.yaml import YamlFile, dump_yaml
@@ -85,7 +86,7 @@ def to_yaml(optim_set: Mapping[str, OptimScheduler], path: str | os.PathLike[str
     """Return the configuration of a set as YAML text, and write it to `path` if one is given."""
     text = dump_yaml(to_config(optim_set))
     if path is not None:
-        Path(path).write_text(text, encoding="utf-8")
+        replace_bytes(Path(path), text.encode())
     return text
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import ConfigError
 
 PLACES = 1024
@@ -210,8 +211,7 @@ def count_values(values: Tensor, bins: int) -> tuple[Tensor, Tensor]:
     """
     if values.numel() == 0:
         raise ConfigError("cannot make a histogram of no values; expected a tensor with at least one element.")
-    if type(bins) is not int or bins < 1:
-        raise ConfigError(f"bins={bins!r} is not valid; expected a whole number of at least 1.")
+    check_count("bins", bins)
     if values.is_complex():
         raise ConfigError("cannot make a histogram of complex values; record their real part or their size (abs).")
     flat = values.detach().to_dense().reshape(-1)

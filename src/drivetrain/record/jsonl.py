@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class FileSink:
-    """The part of a sink that appends waiting lines to a regular file, never through a link. A subclass opens it.
+    """Appends waiting lines to a regular file, never through a link. A subclass opens it.
 
     The file grows by whole blocks. A full disk must not leave half a line in the middle of a file that goes on when there is space again,
     and a process killed while writing leaves half a line only at the end, which the next writer cuts off.
@@ -42,8 +42,8 @@ class FileSink:
         self._file: int | None = None
         self._size = self._lines = 0
 
-    def _open(self, path: Path) -> None:
-        file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    def _open(self, path: Path, mode: int = 0o666) -> None:
+        file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode)
         try:
             self._size, self._lines = _measured(path)
             os.ftruncate(file, self._size)
@@ -52,8 +52,8 @@ class FileSink:
             raise
         self._file = file
 
-    def flush(self) -> None:
-        """Write what is waiting, all of it or nothing."""
+    def flush(self, durable: bool = False) -> None:
+        """Write what is waiting, all of it or nothing; `durable` waits until the disk has it."""
         if self._file is None or not self._waiting:
             return
         block = "".join(self._waiting).encode()
@@ -61,6 +61,8 @@ class FileSink:
             done = 0
             while done < len(block):
                 done += os.write(self._file, block[done:])
+            if durable:
+                os.fsync(self._file)
         except OSError:
             os.ftruncate(self._file, self._size)
             raise

@@ -28,7 +28,6 @@ from drivetrain.train.settings import RunLimits, TrainSettings, check_eval_inter
 
 if TYPE_CHECKING:
     from drivetrain.train.evaluation import EvaluationLoop
-    from drivetrain.train.items import LossCounting
     from drivetrain.train.run import Run
 
 
@@ -358,10 +357,14 @@ def check_batch_output(output: object, trainer: "EvaluationLoop") -> None:
             )
 
 
-def warn_of_sample_weights(trainer: "EvaluationLoop", counting: "LossCounting", output: Mapping[str, object]) -> None:
+def warn_of_sample_weights(run: "Run", output: Mapping[str, object]) -> None:
     """Warn if losses of partial batches are combined and it is not known what each is a mean over."""
-    window, microbatch_size = trainer.run.stepper.window, trainer.run.microbatch_size
-    if counting.is_known or window.is_plain or not {"num_items", "num_items_in_batch"}.isdisjoint(output):
+    window, microbatch_size = run.stepper.window, run.microbatch_size
+    if (
+        run.measures.train_items.is_known
+        or window.is_plain
+        or not {"num_items", "num_items_in_batch"}.isdisjoint(output)
+    ):
         return
     parts = {
         f"gradient_accumulation_steps={window.length}": window.length > 1,

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.core.containers import map_items, same_tuple
+from drivetrain.core.arguments import accepted_names
+from drivetrain.core.containers import leaves, map_items, same_tuple
 from drivetrain.core.errors import BatchOutputError, ConfigError, ConfigTypeError, warn
 from drivetrain.module.accumulation import as_factor, share_of
-from drivetrain.module.wrapping import is_fully_sharded, num_inputs, unwrap
+from drivetrain.module.wrapping import is_fully_sharded, num_inputs, own_loss, unwrap
 
 if TYPE_CHECKING:
     from drivetrain.train.hooks import TrainerHooks
@@ -164,7 +165,7 @@ def one_loss(loss: object) -> Any:
 
 def find_form(batch: object, model: object, has_loss_func: bool) -> BatchForm:
     """Choose how batches of this type are passed to the model, or raise an error that explains why none fits."""
-    if not has_loss_func and has_own_loss(model):
+    if not has_loss_func and own_loss(model) is not None:
         return WholeForm()
     if isinstance(batch, Mapping):
         target = next((name for name in TARGET_NAMES if name in batch), None)
@@ -201,7 +202,7 @@ def find_inputs(batch: object, model: object, has_loss_func: bool) -> BatchForm:
     if isinstance(batch, (tuple, list)) and (len(batch) <= num_inputs(model) or not _takes(model, len(batch))):
         inputs = min(len(batch), num_inputs(model))  # without targets, or without a loss function that takes them
         return PairForm() if inputs == 1 else SeveralInputsForm(inputs)
-    if isinstance(batch, Mapping) and not has_own_loss(model) and not any(name in batch for name in TARGET_NAMES):
+    if isinstance(batch, Mapping) and own_loss(model) is None and not any(name in batch for name in TARGET_NAMES):
         _check_entries(batch, model)
         return MappingForm(None, keep_target=True)
     return find_form(batch, model, has_loss_func)
@@ -211,31 +212,22 @@ def _takes(model: object, count: int) -> bool:
     """Whether a model's `forward` can be called with so many positional arguments."""
     if not isinstance(model, nn.Module):
         return True
-    parameters = inspect.signature(unwrap(model).forward).parameters.values()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(positional) >= count or any(p.kind is p.VAR_POSITIONAL for p in parameters)
-
-
-def has_own_loss(model: object) -> bool:
-    """Whether the model computes its loss from outputs and batch, as `ComposerModel` does."""
-    loss = getattr(unwrap(model), "loss", None) if isinstance(model, nn.Module) else None
-    if loss is None or isinstance(loss, nn.Module) or not inspect.ismethod(loss):
+    try:
+        inspect.signature(unwrap(model).forward).bind_partial(*[None] * count)
+    except TypeError:
         return False
-    return len(inspect.signature(loss).parameters) >= 2
+    return True
 
 
 def _check_entries(entries: Mapping[str, object], model: object) -> None:
     if not isinstance(model, nn.Module):
         return
-    own = unwrap(model)
-    parameters = inspect.signature(own.forward).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    unknown = [entry for entry in entries if entry not in parameters]
-    if unknown:
+    names = accepted_names(unwrap(model).forward)
+    unknown = [] if names is None else [entry for entry in entries if entry not in names]
+    if names is not None and unknown:
         raise TypeError(
-            f"the batch has entries that {type(own).__name__}.forward does not take: {', '.join(unknown)}. "
-            f"It takes: {', '.join(parameters)}. Remove them in a collate_fn, or override calculate_train_batch_loss."
+            f"the batch has entries that {type(unwrap(model)).__name__}.forward does not take: {', '.join(unknown)}. "
+            f"It takes: {', '.join(names)}. Remove them in a collate_fn, or override calculate_train_batch_loss."
         )
 
 
@@ -281,10 +273,7 @@ def map_tensors(function: Callable[[Tensor], object], value: object) -> Any:
 
 def first_tensor(value: object) -> Tensor | None:
     """Return the first tensor with a first dimension in nested containers."""
-    if isinstance(value, Tensor):
-        return value if value.dim() else None
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return next((found for found in map(first_tensor, values) if found is not None), None)
+    return next((tensor for tensor in leaves(value, Tensor) if tensor.dim()), None)
 
 
 def split_batch(batch: object, size: int) -> list[object]:

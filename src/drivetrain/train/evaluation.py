@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.context.moving import move_to_device
+from drivetrain.context.state import State
 from drivetrain.core.containers import leaves, map_items, same_tuple, with_attributes
 from drivetrain.core.engine import Engine
 from drivetrain.core.errors import BatchOutputError, ConfigError, warn
@@ -30,7 +31,7 @@ from drivetrain.train.batches import BatchOutput, _like, find_inputs, join_outpu
 from drivetrain.train.hooks import TrainerHooks
 from drivetrain.train.items import LossCounting
 from drivetrain.train.logbook import Logbook
-from drivetrain.train.run import LossStep
+from drivetrain.train.run import LossStep, Run
 from drivetrain.train.tracking import InMemoryRunHistory, LossTracker, of_data_ranks, reduce_means
 
 if TYPE_CHECKING:
@@ -38,11 +39,8 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def evaluation_mode(
-    trainer: "EvaluationLoop", is_intermediate: bool, loader: object, set_name: str | None
-) -> Iterator[None]:
+def evaluation_mode(run: Run, state: State, is_intermediate: bool, loader: object) -> Iterator[None]:
     """Give an evaluation its own loss tracker and events. Restore modes, batch and random states, also after an error."""
-    state, run = trainer.state, trainer.run
     training_data = (state.dataloader, state.dataloader_label, state.dataloader_len)
     with (
         preserve_rng_state(),
@@ -51,10 +49,10 @@ def evaluation_mode(
         with_attributes(state, "batch", "batch_output", "outputs", "loss", is_intermediate=is_intermediate),
         own_events(run.loss, Event.EVAL_AFTER_FORWARD),
         restored_modes(state.model),
-        evaluating_optimizer(trainer.optimizer),
+        evaluating_optimizer(next(iter(state.optimizers), None)),
     ):
         run.measures.eval_metrics.reset()
-        state.set_dataloader(loader, set_name or "eval")
+        state.set_dataloader(loader, run.evaluation.set_name or "eval")
         try:
             yield
         finally:
@@ -162,7 +160,7 @@ class EvaluationLoop(TrainerHooks):
         run, state, fire = self.run, self.state, self.run.fire
         plan, call = run.evaluation, run.agreement.call
         counting = run.measures.eval_items.setdefault(plan.set_name, LossCounting(run.shared.options.count_items))
-        with evaluation_mode(self, is_intermediate, dl, plan.set_name):
+        with evaluation_mode(run, state, is_intermediate, dl):
             tracker = run.measures.tracker
             fire.eval_before_all()
             call(self.eval_epoch_start)

@@ -119,18 +119,17 @@ def check_loss_inputs(loss_func: object, outputs: object, targets: object) -> No
 
     Labels are read back to the host, once. On a GPU a label out of range would end the process' use of the device.
     """
-    is_torch_loss = type(loss_func).__module__ == "torch.nn.modules.loss"
-    is_torch_function = getattr(loss_func, "__module__", None) == "torch.nn.functional"
-    if not is_torch_loss and not is_torch_function:
+    name = _name(loss_func)
+    if getattr(nn, name, None) is not type(loss_func) and getattr(nn.functional, name, nn) is not loss_func:
         return
     if not isinstance(outputs, Tensor):
         entries = f" with the entries {', '.join(map(repr, outputs))}" if isinstance(outputs, Mapping) else ""
         raise BatchOutputError(
-            f"the model returned a {type(outputs).__name__}{entries}, and loss_func ({_name(loss_func)}) takes a tensor. Pass a "
+            f"the model returned a {type(outputs).__name__}{entries}, and loss_func ({name}) takes a tensor. Pass a "
             "loss_func that picks its entry, such as lambda outputs, targets: loss(outputs['logits'], targets), or override "
             "calculate_train_batch_loss."
         )
-    if _name(loss_func) not in ("CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"):
+    if name not in ("CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"):
         return
     if (
         type(targets) is not Tensor

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from drivetrain.context.moving import move_to_device
 from drivetrain.context.state import length as length
+from drivetrain.core.arguments import check_count
 from drivetrain.core.containers import with_environment, with_last
 from drivetrain.core.errors import ConfigError, warn
 from drivetrain.core.types import Settings
@@ -334,8 +335,8 @@ class LimitBatches:
     """
 
     def __init__(self, num_batches: int | None):
-        if num_batches is not None and num_batches < 1:
-            raise ConfigError(f"num_batches={num_batches}: expected at least 1, or None for no limit.")
+        if num_batches is not None:
+            check_count("num_batches", num_batches, hint=", or None for no limit")
         self.num_batches = num_batches
         self._entered: list[AbstractContextManager[None]] = []
 

@@ -306,7 +306,7 @@ class TrainerLoop(EvaluationLoop):
         run.fire.before_backward()
         if run.loss.is_first:
             check_loss(loss, self)
-            warn_of_sample_weights(self, run.measures.train_items, output)
+            warn_of_sample_weights(run, output)
         calls.backward(self._weighted(loss, output) if calls.is_weighted else loss)
         run.fire.after_backward()
         run.loss.is_first = False

@@ -133,7 +133,7 @@ def request_of(trainer: "Trainer") -> PlanRequest:
         loss_graph=loss_graph_of(trainer),
         has_train_metrics=has_train_metrics,
         overridden_hooks=tuple(filter(trainer.overrides, _HOOKS)),
-        ddp_settings=ddp_settings(trainer),
+        ddp_settings=ddp_settings(run, trainer.state),
         file=None if folder is None else Path(folder) / "strategy.json",
         report=trainer.print if len(trainer.callback_handler) else None,
     )

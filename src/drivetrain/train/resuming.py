@@ -2,7 +2,7 @@
 
 import signal
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from drivetrain.train.checkpoints import CheckpointSchedule, restore_from
 from drivetrain.train.logbook import Logbook
 from drivetrain.train.run import EvaluationPlan, EvaluationState, LoaderReplay, Measures, Run
 from drivetrain.train.settings import AnyPath, TrainSettings
-from drivetrain.train.tracking import InMemoryRunHistory, MetricWatch, load_means, load_sums, of_data_ranks
+from drivetrain.train.tracking import InMemoryRunHistory, MetricWatch, RunHistory, load_means, load_sums, of_data_ranks
 
 if TYPE_CHECKING:
     from drivetrain.train.trainer import Trainer
@@ -94,24 +94,24 @@ def restore(trainer: "Trainer") -> None:
     )
     run.fire.before_load()
     if settings.resume_from is not None:
-        _load(trainer, checkpoints, settings.resume_from)
+        _load(run, state, trainer.run_history, runtime.print, settings.resume_from)
     run.fire.after_load()
     checkpoints.start()
     if is_distributed():
         run.agreement.vote = StopVote()
         run.fire = trainer.engine.guarded(run.agreement.call)
         if trainer.strategy is None:  # a plan has wrapped the model as its mesh needs it
-            state.model = runtime.prepare_model(state.model, **ddp_settings(trainer))
+            state.model = runtime.prepare_model(state.model, **ddp_settings(run, state))
         if run.units is not None:
             run.units.rebind(state.model)
         if run.restored_rng is None:
             _reseed_rank(state.seed)
 
 
-def ddp_settings(trainer: "Trainer") -> dict[str, bool]:
+def ddp_settings(run: Run, state: State) -> dict[str, bool]:
     """Return the DDP settings that the Trainer was given or an algorithm needs."""
-    unused = any(getattr(plugin, "find_unused_parameters", False) for plugin in trainer.state.algorithms)
-    return {**trainer.run.shared.options.ddp, **({"find_unused_parameters": True} if unused else {})}
+    unused = any(getattr(plugin, "find_unused_parameters", False) for plugin in state.algorithms)
+    return {**run.shared.options.ddp, **({"find_unused_parameters": True} if unused else {})}
 
 
 def fill_state(trainer: "Trainer") -> None:
@@ -215,8 +215,9 @@ def _add_required_algorithms(find_trainer: "weakref.ref[Trainer]", saved: StateD
             plugin.apply(Event.INIT, state, trainer.logbook)
 
 
-def _load(trainer: "Trainer", checkpoints: CheckpointSchedule, source: AnyPath) -> None:
-    run, state = trainer.run, trainer.state
+def _load(run: Run, state: State, history: RunHistory, report: Callable[[str], None], source: AnyPath) -> None:
+    checkpoints = run.checkpoints
+    assert checkpoints is not None
     given = _settings_of(() if run.units is not None else state.optimizers)  # units set their own rates
     if source in ("auto", "latest"):
         if checkpoints.checkpointer is None:
@@ -225,7 +226,7 @@ def _load(trainer: "Trainer", checkpoints: CheckpointSchedule, source: AnyPath) 
             )
         restored = checkpoints.checkpointer.restore("auto")
         if restored is None:
-            trainer.print(f"No checkpoint under {checkpoints.checkpointer.directory}: starting a new run.")
+            report(f"No checkpoint under {checkpoints.checkpointer.directory}: starting a new run.")
             return
     elif broadcast_from_master(FOREIGN_STATE.load().recognizes(Path(source))):
         restored = None  # nothing of the kind a checkpoint brings with it
@@ -236,14 +237,14 @@ def _load(trainer: "Trainer", checkpoints: CheckpointSchedule, source: AnyPath) 
     if rng is not None and num_data_ranks() != get_num_processes():
         rng = of_data_ranks(rng)[data_rank()]  # ranks that share samples take one, also of a run with other ranks
     run.restored_rng = rng
-    trainer.run_history._set_epoch(clock.epoch if run.evaluation.unfinished == "epoch" else clock.epoch + 1)
+    history._set_epoch(clock.epoch if run.evaluation.unfinished == "epoch" else clock.epoch + 1)
     replayed = "" if run.data.replay is None else run.data.replay.go_on_after(clock.batch_in_epoch)
     checkpoints.last = getattr(restored, "path", source)
-    trainer.print(
+    report(
         f"Resumed {checkpoints.last}: epoch {clock.epoch + 1}, batch {clock.batch_in_epoch}, {clock.step} updates "
         f"done.{replayed}"
     )
-    _report_replaced(trainer, given)
+    _report_replaced(given, _settings_of(state.optimizers), report)
 
 
 def _settings_of(optimizers: Iterable[Optimizer]) -> list[dict[str, float]]:
@@ -258,9 +259,10 @@ def _settings_of(optimizers: Iterable[Optimizer]) -> list[dict[str, float]]:
     ]
 
 
-def _report_replaced(trainer: "Trainer", given: list[dict[str, float]]) -> None:
+def _report_replaced(
+    given: list[dict[str, float]], loaded: list[dict[str, float]], report: Callable[[str], None]
+) -> None:
     """Report settings of the program that the checkpoint's replaced: they are a part of the optimizer's state."""
-    loaded = _settings_of(trainer.state.optimizers)
     replaced = [(index, old, new) for index, (old, new) in enumerate(zip(given, loaded)) if old != new]
     if not replaced:
         return
@@ -268,7 +270,7 @@ def _report_replaced(trainer: "Trainer", given: list[dict[str, float]]) -> None:
     names = [name for name in old if old[name] != new[name]]
     saved, own = (", ".join(f"{name}={values[name]:g}" for name in names) for values in (new, old))
     others = f" {len(replaced) - 1} more groups differ, too." if len(replaced) > 1 else ""
-    trainer.print(
+    report(
         f"Parameter group {index} continues with {saved} from the checkpoint, not with the given {own}.{others} To change it, set it in "
         "trainer.optimizer.param_groups from a callback, or start a new run from the weights."
     )

@@ -24,7 +24,7 @@ from drivetrain.data.randomness import generator_states, held_generators, set_ge
 from drivetrain.module.compilation import JointStep, replays_graphs
 from drivetrain.module.loss_items import LossWatch
 from drivetrain.module.stepper import Stepper
-from drivetrain.module.wrapping import unwrap
+from drivetrain.module.wrapping import own_loss
 from drivetrain.runtime.codec import pack, unpack
 from drivetrain.runtime.ranks import data_rank, num_data_ranks
 from drivetrain.runtime.seeds import capture_rng, restore_rng
@@ -104,8 +104,7 @@ class LossStep:
             return self.form
         form = self.form = self.find_form(batch, model, loss_func is not None)
         self.form_type = type(batch)
-        own = getattr(unwrap(model), "loss", None) if isinstance(model, nn.Module) else None
-        self.own_loss = own if isinstance(form, WholeForm) else None
+        self.own_loss = own_loss(model) if isinstance(form, WholeForm) else None
         self.copies = replays_graphs(model) or replays_graphs(loss_func)
         if self.joint is not None:
             form = self.form = JointForm(form, self.joint, self.keeps_outputs)

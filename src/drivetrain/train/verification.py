@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from drivetrain.core.arguments import check_count
+from drivetrain.core.containers import join_path
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import Settings
 from drivetrain.module.wrapping import clean_state_dict
+from drivetrain.runtime.collectives import bytes_of
 from drivetrain.runtime.seeds import preserve_rng_state
 from drivetrain.train.callbacks import TrainerCallback
 from drivetrain.train.checkpoints import plain_scheduler_state
@@ -75,10 +78,8 @@ def verify_resume(
     >>> verdict.is_exact
     True
     """
-    if num_steps < 2:
-        raise ConfigError(
-            f"verify_resume: num_steps={num_steps}: expected at least 2, half before and half after the interruption."
-        )
+    hint = ", half before and half after the interruption"
+    check_count("num_steps", num_steps, at_least=2, owner="verify_resume", hint=hint)
     reserved = {"max_num_train_steps", "checkpoint_dir", "resume_from", "checkpoint_every"} & set(train_kwargs)
     if reserved:
         raise ConfigError(f"verify_resume sets {', '.join(sorted(reserved))} itself; remove it.")
@@ -135,12 +136,12 @@ def _run(
     try:
         trainer.train(data, max_num_train_steps=steps, **{"num_epochs": None, **kwargs}, **keeping)
     except _Interrupted:
-        return _flatten(rates.by_step)
+        return flat_values(rates.by_step)
     finally:
         handler.callbacks = [callback for callback in handler if callback is not rates]
     history = trainer.run_history
     values = {name: history.get_metric_values(name) for name in history.get_metric_names()}
-    return _flatten(
+    return flat_values(
         {
             "model": clean_state_dict(trainer.model),
             "optimizer": trainer.optimizer.state_dict(),
@@ -154,18 +155,19 @@ def _run(
     )
 
 
-def _flatten(value: object, path: str = "") -> dict[str, object]:
+def flat_values(value: object, path: str = "") -> dict[str, object]:
+    """Return the values in nested containers by their paths; tensors are copied."""
     if isinstance(value, dict):
         items: Iterable[tuple[object, object]] = value.items()
     elif isinstance(value, (list, tuple)):
         items = enumerate(value)
     else:
         return {path: value.detach().clone() if isinstance(value, Tensor) else value}
-    return {k: v for key, item in items for k, v in _flatten(item, f"{path}.{key}" if path else str(key)).items()}
+    return {k: v for key, item in items for k, v in flat_values(item, join_path(path, key)).items()}
 
 
 def _compare(whole: dict[str, object], resumed: dict[str, object], steps: int) -> ResumeVerdict:
-    errors = {name: _error(whole.get(name), resumed.get(name)) for name in dict.fromkeys((*whole, *resumed))}
+    errors = {name: difference(whole.get(name), resumed.get(name)) for name in dict.fromkeys((*whole, *resumed))}
     wrong = {name: error for name, error in errors.items() if error is not None}
     if not wrong:
         return ResumeVerdict(is_exact=True, num_steps=steps)
@@ -178,10 +180,10 @@ def _compare(whole: dict[str, object], resumed: dict[str, object], steps: int) -
     )
 
 
-def _error(whole: object, resumed: object) -> float | None:
-    """Return by how much two values differ, NaN where that is not a number; None where they are the same."""
+def difference(whole: object, resumed: object) -> float | None:
+    """Return by how much two values differ, NaN where that is not a number; None where they are the same to the bit."""
     if isinstance(whole, Tensor) and isinstance(resumed, Tensor) and whole.shape == resumed.shape:
-        if bool(((whole == resumed) | ((whole != whole) & (resumed != resumed))).all()):
+        if whole.dtype == resumed.dtype and torch.equal(bytes_of(whole), bytes_of(resumed)):
             return None
         return (whole.double() - resumed.double()).abs().max().item()
     if whole is resumed or repr(whole) == repr(resumed):

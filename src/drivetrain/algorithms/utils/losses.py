@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.algorithms.utils.parts import map_tensors, take_rows
-from drivetrain.algorithms.utils.passes import autocast_of, own_loss
+from drivetrain.algorithms.utils.passes import autocast_of
 from drivetrain.context.batch import BatchKey, ensure_targets_one_hot
 from drivetrain.context.state import State
 from drivetrain.core import Algorithm, ConfigError, ConfigTypeError, Event, Logger, PluginConflictError
 from drivetrain.core.types import Batch
+from drivetrain.module.wrapping import own_loss
 
 
 def logits_of(outputs: object, who: str) -> Tensor:
@@ -47,7 +48,7 @@ def loss_with_targets(state: State, target_key: BatchKey, targets: object) -> Te
     try:
         with autocast_of(state):
             if state.loss_fn is None:
-                loss = own_loss(state)
+                loss = own_loss(state.model)
                 assert loss is not None  # asked for by check_loss_is_outside
                 return _total(loss(state.outputs, state.batch))
             # Of a mapping's batch the loss function receives the logits, where the outputs have some.
@@ -65,7 +66,7 @@ def _total(loss: Any) -> Tensor:
 
 def check_loss_is_outside(state: State, who: str) -> None:
     """Reject a loss that the model computes in `forward`: changed targets would come too late for it."""
-    if state.loss_fn is None and own_loss(state) is None:
+    if state.loss_fn is None and own_loss(state.model) is None:
         raise ConfigError(
             f"{who} changes the targets between the model and its loss, but this model computes its loss itself. Give the Trainer a "
             "loss_func, or the model a method loss(outputs, batch)."
@@ -111,7 +112,7 @@ def losses_of_samples(state: State, who: str) -> Callable[[Batch, Batch], Tensor
 
     That is the loss function's, or the model's own `loss(outputs, batch, reduction="none")` for the present batch.
     """
-    own = own_loss(state)
+    own = own_loss(state.model)
     if state.loss_fn is not None or own is None:
         return per_sample(state.loss_fn, who)
     of_batch = per_sample(own, who)

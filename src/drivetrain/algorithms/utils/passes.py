@@ -4,9 +4,8 @@ A pass outside the loop uses the run's precision and fires no events. It goes ar
 be synchronised.
 """
 
-import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -17,12 +16,13 @@ from torch.utils.data import DataLoader
 
 from drivetrain.context.moving import move_to_device
 from drivetrain.context.state import State
+from drivetrain.core.arguments import accepted_names
 from drivetrain.core.containers import leaves
 from drivetrain.core.types import Batch
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.module.precision import parse_precision
 from drivetrain.module.probing import attributes_set
-from drivetrain.module.wrapping import num_inputs, unwrap
+from drivetrain.module.wrapping import num_inputs, own_loss, unwrap
 from drivetrain.runtime.ranks import data_group, is_distributed, num_data_ranks
 from drivetrain.runtime.seeds import preserve_rng_state
 
@@ -51,28 +51,14 @@ def call_model(state: State, batch: object) -> Batch:
         prepare = getattr(algorithm, "prepare_batch", None)
         batch = batch if prepare is None else prepare(state, batch)
     has_loss = state.loss_fn is not None
-    if not has_loss and own_loss(state) is not None:
+    if not has_loss and own_loss(state.model) is not None:
         return model(batch)
     if isinstance(batch, Mapping):
-        names = accepted_names(model)
+        names = accepted_names(unwrap(model).forward)
         return model(**{name: value for name, value in batch.items() if names is None or name in names})
     if isinstance(batch, list | tuple):
         return model(*batch[: num_inputs(model)]) if has_loss else model(*batch)
     return model(batch)
-
-
-def own_loss(state: State) -> Callable[..., object] | None:
-    """Return the model's method `loss(outputs, batch)`, or None where it has none."""
-    loss = getattr(unwrap(state.model), "loss", None) if isinstance(state.model, nn.Module) else None
-    return loss if inspect.ismethod(loss) and len(inspect.signature(loss).parameters) >= 2 else None
-
-
-def accepted_names(model: nn.Module) -> frozenset[str] | None:
-    """Return the names of the model's inputs, or None where it takes any."""
-    parameters = inspect.signature(unwrap(model).forward).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return frozenset(parameter.name for parameter in parameters)
 
 
 @contextmanager

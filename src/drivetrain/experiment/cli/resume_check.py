@@ -116,13 +116,14 @@ def _start(target: str, words: list[str], folder: Path, ending: str, num_steps: 
 
 def _verdict(whole: Path, broken: Path, num_steps: int) -> Check:
     from drivetrain.core.errors import CheckpointError
+    from drivetrain.train.verification import difference
 
     try:
         a, b = _newest(whole), _newest(broken)
     except CheckpointError as error:
         return Check(False, "resume", f"no checkpoint to compare: {error}", "use a Trainer or a Checkpointer")
     for name in dict.fromkeys((*a, *b)):
-        if not _same(a.get(name), b.get(name)):
+        if difference(a.get(name), b.get(name)) is not None:
             found = f"bit-exact: no; first difference: {name}"
             return Check(False, "resume", found, "give what differs a state, or --deterministic strict on a GPU")
     return Check(
@@ -133,35 +134,22 @@ def _verdict(whole: Path, broken: Path, num_steps: int) -> Check:
 def _newest(folder: Path) -> Settings:
     """Return everything in the newest checkpoint of a run, by path."""
     from drivetrain.checkpoint.reader import CheckpointReader
+    from drivetrain.train.verification import flat_values
 
     loaded = CheckpointReader().read_newest(folder / "checkpoints")
     rng = {} if loaded.rank is None else loaded.rank.rng
-    return _flat({"state": loaded.state, "random numbers": rng})
+    found = flat_values({"state": loaded.state, "random numbers": rng})
+    return {path: value for path, value in found.items() if not _is_of_one_process(path, value, found)}
 
 
-def _flat(value: object, path: str = "") -> Settings:
-    if isinstance(value, dict):
-        # A Recorder's place in its file counts the rows of the killed process too; what it recorded is compared.
-        is_recorder = set(value) == {"count", "last", "lines", "runs"}
-        items: Any = [(key, item) for key, item in value.items() if not (is_recorder and key in ("lines", "runs"))]
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    else:
-        return {} if isinstance(value, float) and any(word in path for word in NOT_STATE) else {path: value}
-    found: Settings = {}
-    for key, item in items:
-        found |= _flat(item, f"{path}.{key}" if path else str(key))
-    return found
-
-
-def _same(a: object, b: object) -> bool:
-    import torch
-
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        # Bytes are compared, because NaN equals nothing, itself included.
-        one, other = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b))
-        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(one, other)
-    return type(a) is type(b) and repr(a) == repr(b)
+def _is_of_one_process(path: str, value: object, found: Settings) -> bool:
+    """Return whether a value differs from run to run: a duration, or a Recorder's place in its file, which counts all rows."""
+    if isinstance(value, float) and any(word in path for word in NOT_STATE):
+        return True
+    owner = f"{path.rpartition('.')[0].removesuffix('.runs')}."
+    own = {other.removeprefix(owner).partition(".")[0] for other in found if other.startswith(owner)}
+    is_recorder = {"count", "lines"} <= own <= {"count", "last", "lines", "runs"}
+    return is_recorder and path.removeprefix(owner).partition(".")[0] in ("lines", "runs")
 
 
 def signalling(

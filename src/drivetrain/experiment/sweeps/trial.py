@@ -6,7 +6,6 @@ a crash cut short is ignored, so the sweep can be continued from any moment.
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import DrivetrainError, ExperimentError
-from drivetrain.core.files import PRIVATE_FILE, is_regular, load_json, open_regular, read_end, read_limited
+from drivetrain.core.files import PRIVATE_FILE, is_regular, load_json, read_limited
 from drivetrain.core.plain import is_number, plain
 from drivetrain.core.secret import masked
 from drivetrain.core.types import Settings
 from drivetrain.experiment.run_folder import JOURNAL
+from drivetrain.record.jsonl import FileSink
 
 ASKED, RUNNING, FINISHED, FAILED, PRUNED = "asked", "running", "finished", "failed", "pruned"
 TIMED_OUT, INTERRUPTED = "timed out", "interrupted"
@@ -161,31 +161,23 @@ JOURNAL_LIMIT = 2**30
 """Bytes; a sweep of a million trials has less."""
 
 
-class Journal:
+class Journal(FileSink):
     """Appends events to a sweep's file."""
 
     def __init__(self, folder: Path):
-        self._path = folder / JOURNAL
-        descriptor = open_regular(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE)
-        self._stream = os.fdopen(descriptor, "ab")
-        if read_end(self._path, 1) not in (b"", b"\n"):
-            self._stream.write(b"\n")  # after a line that was cut short
+        super().__init__()
+        self._open(folder / JOURNAL, PRIVATE_FILE)
 
     def write(self, event: str, **fields: object) -> None:
         """Append one event and wait until the disk has it."""
         line = json.dumps({"event": event, "time": round(time.time(), 3), **{k: plain(v) for k, v in fields.items()}})
-        self._stream.write(line.encode() + b"\n")
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
+        self._waiting.append(line + "\n")
+        self.flush(durable=True)
 
     def settle(self, trial: Trial) -> None:
         """Append how a trial, or one attempt at it, ended."""
         names = ("index", "value", "values", "metrics", "run_dir", "error", "seconds", "attempts")
         self.write(trial.status, **{name: getattr(trial, name) for name in names})
-
-    def close(self) -> None:
-        """Close the file."""
-        self._stream.close()
 
 
 def read_journal(folder: Path) -> tuple[Settings, list[Trial]]:

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.core.arguments import accepted_names
 from drivetrain.core.binding import method_for
 from drivetrain.core.event import EVENT_OF_HOOK
 from drivetrain.core.plugin import Callback, placeholder
@@ -227,11 +228,5 @@ def is_fresh_run(trainer: "Trainer") -> bool:
 
 
 def _accepted(method: Callable[..., object], kwargs: Mapping[str, object]) -> Mapping[str, object]:
-    try:
-        parameters = inspect.signature(method).parameters.values()
-    except (TypeError, ValueError):
-        return kwargs
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return kwargs
-    names = {parameter.name for parameter in parameters}
-    return {name: value for name, value in kwargs.items() if name in names}
+    names = accepted_names(method)
+    return kwargs if names is None else {name: value for name, value in kwargs.items() if name in names}

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.context.state import State
-from drivetrain.core.arguments import check_count
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.arguments import check_count, check_number
 from drivetrain.core.plugin import Logger
 from drivetrain.core.time import Interval, ensure_time
 from drivetrain.module.wrapping import wrapping_of
@@ -45,8 +44,8 @@ class ThroughputMonitor(TrainerCallback):
         self, window_size: int = 100, flops_per_sample: float | str = "auto", peak_flops: float | str = "auto"
     ):
         for name, value in (("flops_per_sample", flops_per_sample), ("peak_flops", peak_flops)):
-            if value != "auto" and (isinstance(value, str) or value <= 0):
-                raise ConfigError(f"{name}={value!r}: expected a number above 0, or 'auto'.")
+            if value != "auto":
+                check_number(name, value, above=0, hint=", or 'auto'")
         self.window_size = check_count("window_size", window_size)
         self.flops_per_sample, self.peak_flops = flops_per_sample, peak_flops
         self._flops: float | None = None
