@@ -94,7 +94,10 @@ def _copied(model: nn.Module, replace: Callable[[Tensor], Tensor], mode: Abstrac
             if isinstance(tensor, nn.Parameter):
                 with mode:
                     new = nn.Parameter(new, tensor.requires_grad)
-                new.__dict__.update({key: kept for key, kept in vars(tensor).items() if not isinstance(kept, Tensor)})
+                kept = {key: value for key, value in vars(tensor).items() if not isinstance(value, Tensor)}
+                new.__dict__.update(
+                    {**kept, **vars(new)}
+                )  # a fake tensor has a mode of its own, which is not the original's
             known[id(tensor)] = new
     return copy.deepcopy(model, known)
 
