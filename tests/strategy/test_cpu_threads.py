@@ -69,7 +69,7 @@ def test_the_number_survives_json_and_an_unknown_key_is_refused():
 
 def test_threads_mean_nothing_on_an_accelerator():
     method, device = find_method("cpu_threads"), torch.device("cuda")
-    assert "cuda" in method.requires(None, device, 1) and method.candidates(None, device, 1) == []
+    assert "cuda" in method.requires(None, device, 1) and method.local_candidates(device, 1) == ()
     plan = Strategy([("cpu_threads", 2)])
     with pytest.warns(DrivetrainWarning, match="cpu_threads"):
         resolved = resolve_plan(plan, device=torch.device("meta"), world=1)
@@ -86,7 +86,8 @@ def test_candidates_are_one_thread_half_and_all_of_a_processs_share(monkeypatch,
     monkeypatch.setattr(kernels, "usable_cpus", lambda: cpus)
     monkeypatch.setattr(kernels, "get_num_processes", lambda: ranks)
     monkeypatch.setattr(kernels, "launched_world", lambda: None)
-    found = find_method("cpu_threads").candidates(None, torch.device("cpu"), ranks)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 0)
+    found = find_method("cpu_threads").local_candidates(torch.device("cpu"), ranks)
     assert [config.threads for config in found] == expected
 
 

@@ -2,6 +2,7 @@
 
 import pickle
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -228,6 +229,15 @@ class Wide(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+def test_a_model_that_a_function_makes_is_simulated_as_the_model_itself():
+    """It is made without memory and copied; a copied parameter must not keep the mode of fake tensors of its original."""
+    plan = Strategy([("amp_native", "bf16")])
+    task = make_task(model=ManyBlocks(3))
+    made = TrainingTask(**{**vars(task), "model": None, "model_fn": partial(ManyBlocks, 3)})
+    given, found = (simulate(one, plan, world=1, device_kind="cuda") for one in (task, made))
+    assert given.failure is None and found.memory == given.memory
 
 
 def mean_square(x, y):

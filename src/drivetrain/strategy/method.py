@@ -244,10 +244,6 @@ class Method(Generic[C]):
     must_win: ClassVar[bool] = False
     """Whether the fastest plan is also tried without it, before it is chosen."""
 
-    def candidates(self, profile: "ModelProfile | None", device: torch.device, world: int) -> list[C]:
-        """Return the configurations that a search may try."""
-        return [self.Config()] if self.requires(profile, device, world) is None else []
-
     def local_candidates(self, device: torch.device, world: int) -> tuple[C, ...]:
         """Return configurations that depend on this process, such as its CPUs. All ranks use the result of rank 0."""
         return ()
@@ -260,8 +256,7 @@ class Method(Generic[C]):
         states_effect = any(getattr(type(self), name) is not getattr(Method, name) for name in ("affect", "estimate"))
         if not scope.must(self.name) and not (states_effect and scope.usable(self)):
             return []
-        found = self.candidates(scope.profile, scope.device, scope.world)
-        configs = scope.kept(self.name) or [*scope.base(self.name), *map(self.parse, found)] or [self.parse(None)]
+        configs = scope.kept(self.name) or [*scope.base(self.name), self.parse(None)]
         return [((self.name, config),) for config in dict.fromkeys(configs)]
 
     def may_be_left_out(self, scope: "SearchScope") -> bool:

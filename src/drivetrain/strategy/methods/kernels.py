@@ -145,8 +145,12 @@ class CpuThreads(Method):
     not_simulated = "it does not change memory"
 
     def local_candidates(self, device: torch.device, world: int) -> tuple[Any, ...]:
-        found = self.candidates(None, device, world)
-        return tuple(config for config in found if config.threads != torch.get_num_threads())
+        """Return one thread, half of this process's CPUs, and all of them, without the number of now."""
+        if self.requires(None, device, world) is not None:
+            return ()
+        share = cpu_share()
+        counts = {1, max(1, share // 2), share} - {torch.get_num_threads()}
+        return tuple(CpuThreadsConfig(threads=count) for count in sorted(counts))
 
     def options(self, scope: "SearchScope") -> list[Option]:
         offered, kept = [config.threads for config in scope.local.get(self.name, ())], scope.kept(self.name)
@@ -169,13 +173,6 @@ class CpuThreads(Method):
 
     def requires(self, profile: object, device: torch.device, world: int) -> str | None:
         return None if device.type == "cpu" else f"operations run on {device.type}, not on the CPU's threads"
-
-    def candidates(self, profile: object, device: torch.device, world: int) -> list[Any]:
-        """Return one thread, half of this process's CPUs, and all of them."""
-        if self.requires(profile, device, world) is not None:
-            return []
-        share = cpu_share()
-        return [CpuThreadsConfig(threads=count) for count in sorted({1, max(1, share // 2), share})]
 
     def apply(self, ctx: "Application", config: CpuThreadsConfig) -> None:
         torch.set_num_threads(config.threads or cpu_share())

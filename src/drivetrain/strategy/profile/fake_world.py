@@ -25,7 +25,7 @@ from drivetrain.runtime.group import destroy_group
 from drivetrain.runtime.ranks import data_group, is_distributed
 from drivetrain.runtime.seeds import preserve_rng_state
 from drivetrain.strategy.profile.operations import tensors_of
-from drivetrain.strategy.profile.torch_private import faked, is_fake, operation_rules
+from drivetrain.strategy.profile.torch_private import fake_mode, faked, is_fake, operation_rules
 from drivetrain.strategy.snapshot import ProcessSettings
 
 if TYPE_CHECKING:
@@ -56,19 +56,16 @@ def fake_world(size: int) -> Iterator[None]:
         destroy_group()
 
 
-def fake_model(task: "TrainingTask", mode: "FakeTensorMode") -> nn.Module:
-    """Return a fake copy of the task's model in training mode. A model that a function builds is built inside the fake mode."""
+def structure_of(task: "TrainingTask") -> nn.Module:
+    """Return the task's model, for its structure alone; one that must be built is built without memory where that works."""
     if task.model is not None:
-        return fake_copy(task.model, mode).train()
+        return task.model
     assert task.model_fn is not None, "a task has a model or a function that makes one"
     try:
-        with mode:
-            model = task.model_fn().train()
+        with fake_mode():
+            return task.model_fn()
     except Exception:  # a constructor that reads values, such as a ramp of drop rates, needs real ones
-        return fake_copy(task.model_fn(), mode).train()
-    for tensor in (tensor for module in model.modules() for tensor in tensors_of(vars(module))):
-        tensor.fake_mode = mode  # type: ignore[attr-defined]  # a constructor that copies a layer has copied its mode too
-    return model
+        return task.model_fn()
 
 
 def fake_copy(model: nn.Module, mode: "FakeTensorMode") -> nn.Module:
@@ -94,7 +91,9 @@ def _copied(model: nn.Module, replace: Callable[[Tensor], Tensor], mode: Abstrac
             if isinstance(tensor, nn.Parameter):
                 with mode:
                     new = nn.Parameter(new, tensor.requires_grad)
-                new.__dict__.update({key: kept for key, kept in vars(tensor).items() if not isinstance(kept, Tensor)})
+                kept = {key: value for key, value in vars(tensor).items() if not isinstance(value, Tensor)}
+                # What a fake tensor has of its own, such as its mode, stays.
+                new.__dict__.update({**kept, **vars(new)})
             known[id(tensor)] = new
     return copy.deepcopy(model, known)
 

@@ -12,12 +12,11 @@ is checked.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.module.blocks import BlockGroup, find_blocks
@@ -162,46 +161,33 @@ def continued(base: Record, others: Sequence[tuple[int, Record]], counts: Counts
 
 
 def watch_blocks(
-    model: nn.Module, families: Sequence[BlockFamily], counts: Counts, tracker: StepMemory, window: Callable[[], int]
+    model: nn.Module, families: Sequence[BlockFamily], counts: Counts, tracker: StepMemory
 ) -> list[RemovableHandle]:
     """Report to a tracker when blocks are entered, left, and run backward. Return the hooks to remove afterwards."""
     handles: list[RemovableHandle] = []
-
-    def watch(block: nn.Module, family: int, index: int) -> None:
-        def enter(*_: object) -> None:
-            tracker.segment = Segment("forward", window(), family, index)
-
-        def leave(module: nn.Module, inputs: object, outputs: object) -> None:
-            tracker.segment = Segment("after", window(), family, index)
-            for tensor in tensors_of(outputs):
-                if tensor.requires_grad:
-                    tensor.register_hook(back)
-
-        def back(gradient: Tensor) -> None:
-            tracker.segment = Segment("backward", window(), family, index)
-
-        handles.append(block.register_forward_pre_hook(enter))
-        handles.append(block.register_forward_hook(leave))
-
     for number, (family, count) in enumerate(zip(families, counts)):
         for index, name in enumerate(family.names[:count]):
-            watch(model.get_submodule(name), number, index)
+            handles += watch_block(model.get_submodule(name), tracker, index, number)
     return handles
+
+
+def watch_block(block: nn.Module, tracker: StepMemory, index: int, family: int = 0) -> list[RemovableHandle]:
+    """Report to a tracker when one block is entered, left, and runs backward."""
+
+    def begin(what: str) -> None:
+        tracker.segment = Segment(what, tracker.window, family, index)
+
+    def leave(module: nn.Module, inputs: object, outputs: object) -> None:
+        begin("after")
+        for tensor in tensors_of(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: begin("backward"))
+
+    return [block.register_forward_pre_hook(lambda *_: begin("forward")), block.register_forward_hook(leave)]
 
 
 BLOCKS_RUN = 4
 """The first and the last may differ from the others; the two between them must not."""
-
-
-def shortened_container(model: nn.Module, groups: Sequence[BlockGroup]) -> nn.ModuleList | nn.Sequential | None:
-    """Return the list that holds exactly the repeated blocks, if they have one shape; None if there is no such list."""
-    families = find_cuttable(model, groups)
-    if len(families) != 1 or sum(group.repeats for group in groups) != 1:
-        return None
-    container = model.get_submodule(families[0].container)
-    if not isinstance(container, nn.ModuleList | nn.Sequential) or len(container) != len(families[0].names):
-        return None
-    return container
 
 
 @contextmanager
@@ -217,50 +203,28 @@ def with_depth(container: nn.Module, depth: int) -> Iterator[None]:
         container._modules.update(blocks)
 
 
-@dataclass
-class BlockMarks:
-    """Where each of four blocks begins in a timeline, forward and backward."""
-
-    timeline: StepMemory
-    forward: list[int] = field(default_factory=list)
-    backward: list[int] = field(default_factory=list)
-    """In the order in which they happen: the last block first."""
-
-    def watch(self, blocks: Iterable[nn.Module]) -> list[RemovableHandle]:
-        """Register hooks on blocks and return their handles."""
-        handles = []
-        for block in blocks:
-            handles += [block.register_forward_pre_hook(self._enter), block.register_forward_hook(self._leave)]
-        return handles
-
-    def _enter(self, module: nn.Module, args: object) -> None:
-        self.forward.append(len(self.timeline.events))
-
-    def _leave(self, module: nn.Module, args: object, output: object) -> None:
-        first = next((tensor for tensor in tensors_of(output) if tensor.requires_grad), None)
-        if first is not None:
-            first.register_hook(lambda gradient: self.backward.append(len(self.timeline.events)))
-
-
 class DeeperTimeline:
-    """The timeline of four blocks extended by `more` blocks between the second and the third."""
+    """The timeline of four watched blocks extended by `more` blocks between the second and the third."""
 
-    def __init__(self, timeline: StepMemory, marks: BlockMarks, more: int):
+    def __init__(self, timeline: StepMemory, more: int, forward: Sequence[int], backward: Sequence[int]):
+        """`forward` and `backward` are the first events of each block, in the order in which they happen."""
         self.events, self.operations, self._more = timeline.events, timeline.operations, more
-        self._second = range(*marks.forward[1:3])
-        self._third = range(*marks.forward[2:4])
-        self._third_back = range(*marks.backward[1:3])
-        self._second_back = range(*marks.backward[2:4])
+        self._second, self._third = range(*forward[1:3]), range(*forward[2:4])
+        self._third_back, self._second_back = range(*backward[1:3]), range(*backward[2:4])
 
     @staticmethod
-    def made_of(timeline: StepMemory, marks: BlockMarks, more: int) -> "DeeperTimeline | None":
+    def made_of(timeline: StepMemory, more: int) -> "DeeperTimeline | None":
         """Return the timeline with more blocks, or None if the two in the middle do not allocate alike."""
-        if len(marks.forward) != BLOCKS_RUN or len(marks.backward) != BLOCKS_RUN:
+        first: dict[Hashable, int] = {}
+        for place, event in enumerate(timeline.events):
+            first.setdefault(event.segment, place)
+        begins = [(segment.what, place) for segment, place in first.items() if isinstance(segment, Segment)]
+        forward, backward = ([place for kind, place in begins if kind == what] for what in ("forward", "backward"))
+        if len(forward) != BLOCKS_RUN or len(backward) != BLOCKS_RUN:
             return None
-        deeper = DeeperTimeline(timeline, marks, more)
+        deeper = DeeperTimeline(timeline, more, forward, backward)
         is_alike = deeper._sizes(deeper._second) == deeper._sizes(deeper._third)
-        is_alike = is_alike and deeper._sizes(deeper._third_back) == deeper._sizes(deeper._second_back)
-        return deeper if is_alike and all(a <= b for a, b in pairwise(marks.forward + marks.backward)) else None
+        return deeper if is_alike and deeper._sizes(deeper._third_back) == deeper._sizes(deeper._second_back) else None
 
     def _sizes(self, part: range) -> list[int]:
         """Return allocations in order, and the sum of what is released between two of them, whose order means nothing."""

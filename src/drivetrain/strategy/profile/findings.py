@@ -19,7 +19,15 @@ from drivetrain.strategy.profile.operations import tensors_of
 from drivetrain.strategy.profile.step_memory import StepMemory
 from drivetrain.strategy.profile.torch_private import ROUNDING
 from drivetrain.strategy.profile.unit_recorder import UnitRecorder, UnitTotals
-from drivetrain.strategy.profile.values import ARITHMETICS, Line, ModelProfile, UnitProfile, Work, counts_of
+from drivetrain.strategy.profile.values import (
+    ARITHMETICS,
+    Line,
+    ModelProfile,
+    UnitProfile,
+    Work,
+    counts_of,
+    line_through,
+)
 from drivetrain.strategy.task import TrainingTask
 
 SIZES = (2, 4)
@@ -112,16 +120,6 @@ def storage_bytes(tensors: list[Tensor]) -> int:
     """Return the bytes of all storages, counting each once."""
     storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storage.nbytes() for storage in storages.values())
-
-
-def line_through(sizes: Sequence[int], values: Sequence[float]) -> Line:
-    """Return the line through two points.
-
-    >>> line_through((2, 4), (10.0, 16.0))
-    (4.0, 3.0)
-    """
-    each = (values[1] - values[0]) / (sizes[1] - sizes[0])
-    return values[0] - sizes[0] * each, each
 
 
 def upper_edge(lines: Sequence[Line]) -> list[Line]:

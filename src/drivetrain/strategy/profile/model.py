@@ -31,26 +31,25 @@ from drivetrain.strategy.profile.fake_world import (
     UnsupportedOpHandler,
     accelerator_rules,
     compiled_attention,
-    fake_model,
+    fake_copy,
     prepared_inputs,
     preserve_model_state,
+    structure_of,
 )
 from drivetrain.strategy.profile.few_blocks import (
     BLOCKS_RUN,
-    BlockMarks,
     DeeperTimeline,
-    shortened_container,
+    find_cuttable,
+    watch_block,
     with_depth,
 )
 from drivetrain.strategy.profile.findings import (
     SIZES,
     Findings,
     closed_form_profile,
-    line_through,
     optimizer_bytes,
     optimizer_with_state,
     state_bytes,
-    state_tensors,
     storage_bytes,
     upper_lines,
 )
@@ -58,7 +57,7 @@ from drivetrain.strategy.profile.operations import fused, tensors_of, work_of
 from drivetrain.strategy.profile.step_memory import StepMemory, mean_of_outputs
 from drivetrain.strategy.profile.torch_private import ROUNDING, captured_saved_bytes, fake_mode, traced_saved_bytes
 from drivetrain.strategy.profile.unit_recorder import OperationList, UnitRecorder, hooked
-from drivetrain.strategy.profile.values import ARITHMETICS, COMPILED, FUSED, PARTS, ModelProfile
+from drivetrain.strategy.profile.values import ARITHMETICS, COMPILED, FUSED, PARTS, ModelProfile, line_through
 from drivetrain.strategy.task import TrainingTask
 
 MOST_CAPTURED = 3
@@ -125,7 +124,7 @@ class _FakeRuns:
         if task.samples is None:
             raise ValueError("the task has no samples")
         self.mode = fake_mode()
-        self.model = fake_model(task, self.mode)
+        self.model = fake_copy(structure_of(task), self.mode).train()
         self._parameters, self._buffers = list(self.model.parameters()), list(self.model.buffers())
         self.groups = find_blocks(self.model)
         if len(self.groups) == 1 and self.groups[0].members[0] is self.model:
@@ -252,29 +251,26 @@ class _FakeRuns:
         if container is None or len(container) <= BLOCKS_RUN or not self._is_regular:
             self._step(arithmetic, inputs, timeline)
             return timeline
-        marks = BlockMarks(timeline)
-        with with_depth(container, BLOCKS_RUN), hooked(marks.watch(container)):
-            self._step(arithmetic, inputs, timeline)
-        deeper = DeeperTimeline.made_of(timeline, marks, len(container) - BLOCKS_RUN)
+        with with_depth(container, BLOCKS_RUN):
+            hooks = [handle for index, block in enumerate(container) for handle in watch_block(block, timeline, index)]
+            with hooked(hooks):
+                self._step(arithmetic, inputs, timeline)
+        deeper = DeeperTimeline.made_of(timeline, len(container) - BLOCKS_RUN)
         self._is_regular = deeper is not None
         return timeline if deeper is None else deeper
 
     def _step(self, arithmetic: str, inputs: Batch, timeline: StepMemory) -> None:
         """Record the allocations of a step that begins with optimizer state and without gradients."""
         started = time.monotonic()
-        parameters = self._parameters
         operations = timeline.operations = OperationList()
         blocks = [member for group in self.groups if group.repeats for member in group.members]
         with hooked(operations.watch(blocks)), self.mode, UnsupportedOpHandler(), timeline:
-            timeline.register(parameters, "parameters")
-            timeline.register(self._buffers, "buffers")
-            timeline.register(state_tensors(self.optimizer) if self.optimizer is not None else [], "optimizer")
+            timeline.register_all(self.model, self.optimizer)
             timeline.register(tensors_of(inputs), "inputs")
             with _autocast(arithmetic):
                 loss = loss_of(self.task, inputs, self.task.call(self.model, inputs))
             timeline.phase, operations.phase, operations.in_block = "temporary", "backward", False
             loss.backward()
-            timeline.register([parameter.grad for parameter in parameters if parameter.grad is not None], "gradients")
             timeline.freeze()
         self.model.zero_grad(set_to_none=True)
         self._step_seconds = time.monotonic() - started
@@ -329,8 +325,13 @@ class _FakeRuns:
     @functools.cache  # noqa: B019 - the simulation lives as long as one call of profile_model
     def _container(self) -> nn.ModuleList | nn.Sequential | None:
         """Return the list of blocks that can be shortened: a short model must do exactly what the whole one does, for fewer blocks."""
-        container = shortened_container(self.model, self.groups)
-        if container is None or len(container) <= MOST_CAPTURED:
+        families = find_cuttable(self.model, self.groups)
+        if len(families) != 1 or sum(group.repeats for group in self.groups) != 1:
+            return None
+        container = self.model.get_submodule(families[0].container)
+        if not isinstance(container, nn.ModuleList | nn.Sequential) or len(container) <= MOST_CAPTURED:
+            return None
+        if len(container) != len(families[0].names):
             return None
         first = ARITHMETICS[0], SIZES[0]
         whole = self.found.recorders[first].totals

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from drivetrain.strategy.profile.values import Line, Work
+from drivetrain.strategy.profile.values import Line, Work, line_through
 
 if TYPE_CHECKING:
     from drivetrain.strategy.profile.torch_private import Operation
@@ -284,10 +284,7 @@ def work_of(sizes: tuple[int, int], lists: Sequence[Sequence[Called]], more: flo
         before = small[index] if is_same and len(small[index].dims) == len(after.dims) else None
 
         def line(first: float | None, second: float) -> Line:
-            if first is None:
-                return 0.0, second / sizes[1]
-            each = (second - first) / (sizes[1] - sizes[0])
-            return first - sizes[0] * each, each
+            return (0.0, second / sizes[1]) if first is None else line_through(sizes, (first, second))
 
         work = Work(
             key=after.key,

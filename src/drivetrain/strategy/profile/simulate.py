@@ -36,6 +36,7 @@ from drivetrain.strategy.profile.fake_world import (
     few_chunks,
     meta_copy,
     preserve_model_state,
+    structure_of,
 )
 from drivetrain.strategy.profile.findings import optimizer_settings
 from drivetrain.strategy.profile.step_memory import CATEGORIES, Record, StepMemory, Update, by_category
@@ -158,7 +159,7 @@ def _leave_out_replicas(job: _Job) -> None:
 
 def _run(job: _Job) -> tuple[Record, int]:
     """Return the record of one update, and the passes that its window has; few blocks where that is possible, else all."""
-    model = _structure(job.task)
+    model = structure_of(job.task)
     families = few_blocks.find_cuttable(model)
     runs = few_blocks.choose_counts(families, job.plan)
     full = tuple(len(family.names) for family in families)
@@ -179,18 +180,6 @@ def _run(job: _Job) -> tuple[Record, int]:
             job.notes.append(f"continued to {shown} from {base[cut[0]]} and {base[cut[0]] + period}")
             return few_blocks.continued(records[0][0], others, base, full, period), records[0][1]
     return _follow(job, model, families, full)
-
-
-def _structure(task: TrainingTask) -> nn.Module:
-    """Return the model, for its structure alone; one that must be built is built without memory where that works."""
-    if task.model is not None:
-        return task.model
-    assert task.model_fn is not None
-    try:
-        with fake_mode():
-            return task.model_fn()
-    except Exception:  # an initialisation that reads values needs real ones
-        return task.model_fn()
 
 
 def _follow(
@@ -232,7 +221,7 @@ def _follow(
                 bucket.build()
             if buckets:
                 step.run(None)
-            with hooked(few_blocks.watch_blocks(unwrap(ctx.model), families, counts, tracker, lambda: step.window)):
+            with hooked(few_blocks.watch_blocks(unwrap(ctx.model), families, counts, tracker)):
                 step.run(tracker)
         return tracker.record(), whole.accumulation
 

@@ -94,6 +94,8 @@ class StepMemory(TorchDispatchMode):
         self.segment: Hashable = "start"
         self.phase = "activations"  # what newly seen storages are, unless they turn out to be something else
         self.part = "only"
+        self.window = 0
+        """Which pass of a window runs."""
         self.events: list[Change] = []
         self.kinds: dict[int, str] = {}
         self._numbers: dict[int, int] = {}  # id of a living storage -> its number
@@ -268,7 +270,6 @@ class Update:
     batch: BatchSplit
     buckets: Sequence[GradientBuckets] = ()
     before_pass: Callable[[], None] = lambda: None
-    window: int = 0
 
     def run(self, tracker: StepMemory | None) -> None:
         """Clear the gradients of the previous step, then run every pass of a window and update."""
@@ -280,9 +281,8 @@ class Update:
             if isinstance(ctx.optimizer, PlannedOptimizer):
                 ctx.optimizer.inner.zero_grad()
             for window in range(self.batch.accumulation):
-                self.window = window
                 self.before_pass()
-                self._pass(tracker)
+                self._pass(window, tracker)
                 if tracker is not None:
                     tracker.settle()
                     self._register(tracker)
@@ -292,17 +292,17 @@ class Update:
                 if tracker is not None:
                     self._register(tracker)
 
-    def _pass(self, tracker: StepMemory | None) -> None:
-        ctx, is_last = self.ctx, self.window == self.batch.accumulation - 1
+    def _pass(self, window: int, tracker: StepMemory | None) -> None:
+        ctx, is_last = self.ctx, window == self.batch.accumulation - 1
         for bucket in self.buckets:
             bucket.is_synchronising = is_last
         if tracker is not None:
-            tracker.part = "closing" if is_last else "open"
-            tracker.segment, tracker.phase = ("forward", self.window), "activations"
+            tracker.part, tracker.window = "closing" if is_last else "open", window
+            tracker.segment, tracker.phase = ("forward", window), "activations"
         inputs = ctx.prepared(self.task.batch(self.batch.micro))
         loss = self._loss(inputs)
         if tracker is not None:
-            tracker.segment, tracker.phase = ("backward", self.window), "temporary"
+            tracker.segment, tracker.phase = ("backward", window), "temporary"
         loss.backward()
 
     def _loss(self, inputs: Batch) -> Tensor:

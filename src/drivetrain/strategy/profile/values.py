@@ -25,6 +25,16 @@ Line = tuple[float, float]
 """Fixed part and part per sample."""
 
 
+def line_through(sizes: Sequence[int], values: Sequence[float]) -> Line:
+    """Return the line through two points.
+
+    >>> line_through((2, 4), (10.0, 16.0))
+    (4.0, 3.0)
+    """
+    each = (values[1] - values[0]) / (sizes[1] - sizes[0])
+    return values[0] - sizes[0] * each, each
+
+
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """Equal operators of a step, or one kernel that a compiler makes from several. Sizes are lines in the batch size."""

@@ -27,7 +27,7 @@ from drivetrain.strategy.registry import all_methods
 from drivetrain.strategy.search.candidates import Candidate
 from drivetrain.strategy.search.constraints import SearchConstraints, budget_bytes
 from drivetrain.strategy.search.decision import Comparison, Measurement, choose, summary
-from drivetrain.strategy.search.knowledge import Knowledge, likely_mispredicted, run_on_master, with_compilation
+from drivetrain.strategy.search.knowledge import Knowledge, likely_mispredicted, run_on_master
 from drivetrain.strategy.search.measure import PLENTY, Measuring, SearchTime, measuring_order
 from drivetrain.strategy.search.plan_cache import cache_plan, find_cached_plan
 from drivetrain.strategy.search.ranking import TIE, Scored, order, preferred, promising
@@ -282,7 +282,7 @@ class _Search:
         failures: dict[str, list[str]] = {}
         for item, found in zip(close, outcomes):
             if found.failure is None:
-                item = self._with_memory(item, found)
+                item = self.known.with_simulated(item, found.memory)
                 simulated.append(item)
             else:
                 failures.setdefault(found.failure, []).append(item.label)
@@ -293,10 +293,6 @@ class _Search:
             self.notes.append(f"simulation: {labels[0]}{others}: {failure}")
         self.compared.simulated = simulated
         return order([*ranked, *rest])
-
-    def _with_memory(self, item: Scored, found: Simulation) -> Scored:
-        known = self.known
-        return item.with_memory(with_compilation(item, found.memory, known.profile, known.machine))
 
     def _outcomes(self, top: Sequence[Scored], limit: float) -> list[Simulation]:
         """Simulate plans from the fastest on; where nothing is measured, not beyond the one that will be chosen, if that takes long.
@@ -319,7 +315,7 @@ class _Search:
                 break
             outcomes += simulated([item])
             found = outcomes[-1]
-            is_settled |= found.failure is None and self._with_memory(item, found).peak <= self.budget
+            is_settled |= found.failure is None and self.known.with_simulated(item, found.memory).peak <= self.budget
         return outcomes
 
     # What is measured.

@@ -81,8 +81,22 @@ class Knowledge:
         self.find_out(parts)
         now = predict(item.candidate, self.profile, self.machine)
         if is_simulated:
-            return item.with_memory(with_compilation(now, item.cost.memory, self.profile, self.machine))
+            return self.with_simulated(now, item.cost.memory)
         return item.with_memory(dict(now.cost.memory))
+
+    def with_simulated(self, item: Scored, memory: Mapping[str, float]) -> Scored:
+        """Return a candidate with simulated memory, the reserve and, if compiled, the activations that compilation saves or adds."""
+        found = {name: float(value) for name, value in memory.items()}
+        effects = item.candidate.effects
+        if effects.is_compiled:
+            predicted, simulated = item.cost.memory.get("activations", 0.0), found.get("activations", 0.0)
+            more = compiled_ratio(effects, self.profile)
+            found["activations"] = min(simulated, predicted) if more <= 1 else max(simulated * more, predicted)
+            if effects.compiled == "model":  # else head and loss run as they are
+                found["temporary"] = min(found.get("temporary", 0.0), item.cost.memory.get("temporary", 0.0))
+        found.pop("reserve", None)
+        found["reserve"] = self.machine.reserve_bytes + self.machine.reserve_share * sum(found.values())
+        return item.with_memory(found)
 
     # From trials.
 
@@ -109,23 +123,6 @@ class Knowledge:
     def corrected(self, item: Scored) -> Scored:
         """Return a candidate with its time predicted again. Its memory, which may be simulated, is unchanged."""
         return replace(item, cost=Cost(item.cost.memory, predict(item.candidate, self.profile, self.learned).cost.time))
-
-
-def with_compilation(
-    item: Scored, memory: Mapping[str, float], profile: ModelProfile, machine: MachineProfile
-) -> dict[str, float]:
-    """Return simulated memory with the reserve and, for a compiled plan, with the activations that compilation saves or adds."""
-    found = {name: float(value) for name, value in memory.items()}
-    effects = item.candidate.effects
-    if effects.is_compiled:
-        predicted, simulated = item.cost.memory.get("activations", 0.0), found.get("activations", 0.0)
-        more = compiled_ratio(effects, profile)
-        found["activations"] = min(simulated, predicted) if more <= 1 else max(simulated * more, predicted)
-        if effects.compiled == "model":  # else head and loss run as they are
-            found["temporary"] = min(found.get("temporary", 0.0), item.cost.memory.get("temporary", 0.0))
-    found.pop("reserve", None)
-    found["reserve"] = machine.reserve_bytes + machine.reserve_share * sum(found.values())
-    return found
 
 
 def likely_mispredicted(scored: Sequence[Scored], top: Sequence[Scored], budget: float) -> list[Scored]:
