@@ -265,6 +265,12 @@ def test_the_memory_of_a_deep_model_is_found_from_few_blocks_as_from_all(kind, b
     assert few.units[0].count == all_of_them.units[0].count == 6
 
 
+def test_parameters_of_blocks_that_do_not_run_count_without_an_optimizer_too():
+    tasks = (gpt_task(model_fn=kind, optim_func=None) for kind in (Deep, DeepByNumber))
+    few, all_of_them = (ModelProfiler(task).profile(["bfloat16/full"]) for task in tasks)
+    assert few.peak_lines == all_of_them.peak_lines and few.optimizer_bytes == 0
+
+
 @pytest.mark.slow
 def test_a_deep_model_is_captured_from_two_blocks_as_from_all():
     few, all_of_them = (profile_model(gpt_task(model_fn=kind)) for kind in (Deep, DeepByNumber))
@@ -289,8 +295,8 @@ def test_what_blocks_do_and_keep_is_found_from_few_of_them_where_they_are_alike(
     monkeypatch.setattr(profiling, "LEAST_SECONDS", 100.0)  # however busy the machine is
     few = ModelProfiler(gpt_task(model_fn=kind))
     found = few.profile(time_limit=0.0)  # without the tracked peaks
-    assert few._runs._is_uniform() is is_uniform
-    monkeypatch.setattr(profiling._FakeRuns, "_is_uniform", lambda self: False)
+    assert few._runs._is_uniform is is_uniform
+    monkeypatch.setattr(profiling._FakeRuns, "_is_uniform", False)
     assert found.units == profile_model(gpt_task(model_fn=kind), time_limit=0.0).units
     assert found.units[0].count == 12
 

@@ -50,6 +50,7 @@ from drivetrain.strategy.profile.findings import (
     optimizer_bytes,
     optimizer_with_state,
     state_bytes,
+    state_tensors,
     storage_bytes,
     upper_lines,
 )
@@ -186,7 +187,7 @@ class _FakeRuns:
     def _record_units(self, arithmetic: str) -> None:
         for size in SIZES:
             is_first = (arithmetic, size) == (ARITHMETICS[0], SIZES[0])
-            run = self._recorded if is_first or not self._is_uniform() else self._continued
+            run = self._recorded if is_first or not self._is_uniform else self._continued
             self.found.recorders[arithmetic, size] = run(arithmetic, size)
 
     def _recorded(self, arithmetic: str, size: int) -> UnitRecorder:
@@ -204,7 +205,7 @@ class _FakeRuns:
 
     def _continued(self, arithmetic: str, size: int) -> UnitRecorder:
         """Return the same from runs with two and with three of the blocks, extrapolated."""
-        container = self._container()
+        container = self._container
         assert container is not None
         runs = []
         for depth in (2, 3):
@@ -214,10 +215,10 @@ class _FakeRuns:
         recorder.continue_to(longer, len(container) - 2)
         return recorder
 
-    @functools.cache  # noqa: B019 - as below
+    @functools.cached_property
     def _is_uniform(self) -> bool:
         """Return whether what blocks do and keep is found from few of them as from all."""
-        container = self._container()
+        container = self._container
         if container is None or len(container) <= 2 * (2 + 3):  # else nothing is saved
             return False
         first = ARITHMETICS[0], SIZES[0]
@@ -240,14 +241,14 @@ class _FakeRuns:
         """Record the operators of both runs, as they are and as a compiler runs them; few blocks represent all."""
         lists = [timelines[size].operations for size in SIZES]
         small, large = ([] if one is None else one.calls for one in lists)
-        container, is_deep = self._container(), isinstance(timelines[SIZES[0]], DeeperTimeline)
+        container, is_deep = self._container, isinstance(timelines[SIZES[0]], DeeperTimeline)
         more = len(container) / BLOCKS_RUN if is_deep and container is not None else 1.0
         self.found.work[name] = work_of(SIZES, [small, large], more)
         self.found.work[name + FUSED] = work_of(SIZES, [fused(small), fused(large)], more)
 
     def _timeline(self, arithmetic: str, inputs: Batch) -> StepMemory | DeeperTimeline:
         """Return the allocations of one step, of a deep model found from four of its blocks."""
-        container, timeline = self._container(), StepMemory(ROUNDING, self.deadline.check)
+        container, timeline = self._container, StepMemory(ROUNDING, self.deadline.check)
         if container is None or len(container) <= BLOCKS_RUN or not self._is_regular:
             self._step(arithmetic, inputs, timeline)
             return timeline
@@ -265,7 +266,9 @@ class _FakeRuns:
         operations = timeline.operations = OperationList()
         blocks = [member for group in self.groups if group.repeats for member in group.members]
         with hooked(operations.watch(blocks)), self.mode, UnsupportedOpHandler(), timeline:
-            timeline.register_all(self.model, self.optimizer)
+            # Of a model that runs with few of its blocks, too, all parameters are there.
+            timeline.register([*self._parameters, *self._buffers], "params")
+            timeline.register(state_tensors(self.optimizer) if self.optimizer is not None else [], "optimizer")
             timeline.register(tensors_of(inputs), "inputs")
             with _autocast(arithmetic):
                 loss = loss_of(self.task, inputs, self.task.call(self.model, inputs))
@@ -313,7 +316,7 @@ class _FakeRuns:
             with self.mode, compiled_attention():
                 return compiled_saved_bytes(self.task, self.model, self.inputs[size], arithmetic)
 
-        container = self._container()
+        container = self._container
         if container is None:
             return capture()
         at_depth = []
@@ -322,7 +325,7 @@ class _FakeRuns:
                 at_depth.append(capture())
         return at_depth[0] + (len(container) - 1) * (at_depth[1] - at_depth[0])
 
-    @functools.cache  # noqa: B019 - the simulation lives as long as one call of profile_model
+    @functools.cached_property
     def _container(self) -> nn.ModuleList | nn.Sequential | None:
         """Return the list of blocks that can be shortened: a short model must do exactly what the whole one does, for fewer blocks."""
         families = find_cuttable(self.model, self.groups)
