@@ -99,6 +99,5 @@ class BatchSizeWarmup(Algorithm):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._length = state["length"]
         if self._window is not None and self._length is not None:
-            self._window.length = (
-                self._length
-            )  # before the gradients of an open window are loaded, which are parts of it
+            # Before the gradients of an open window are loaded, which are parts of it.
+            self._window.length = self._length

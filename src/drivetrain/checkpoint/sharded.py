@@ -79,9 +79,8 @@ def _read(
         counterpart = live.get(name)
         if isinstance(counterpart, DTensor) and counterpart.shape == meta.size:
             local = torch.empty(counterpart.to_local().shape, dtype=meta.properties.dtype, device="cpu")
-            wanted[name] = DTensor(
-                local, counterpart._spec, requires_grad=False
-            )  # from_local would move it to the device
+            # from_local would move it to the device.
+            wanted[name] = DTensor(local, counterpart._spec, requires_grad=False)
         else:
             wanted[name] = torch.empty(meta.size, dtype=meta.properties.dtype, device="cpu")
     planner = _TensorsOnly(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -130,9 +130,8 @@ def arguments_of(loader: DataLoader[object]) -> Settings:
     batches = loader.batch_sampler
     if batches is not None and type(batches) is not BatchSampler:
         return {**arguments, "batch_sampler": batches}
-    plan: DataLoader[object] | BatchSampler = (
-        loader if batches is None else batches
-    )  # a torch batch sampler of the user's has what it was made of
+    # A torch batch sampler of the user's has what it was made of.
+    plan: DataLoader[object] | BatchSampler = loader if batches is None else batches
     arguments |= {"batch_size": plan.batch_size, "drop_last": plan.drop_last}
     sampler: object = plan.sampler
     is_whole = getattr(sampler, "data_source", None) is loader.dataset

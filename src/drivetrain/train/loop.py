@@ -105,9 +105,8 @@ class TrainerLoop(EvaluationLoop):
             run.measures.tracker.reset()
             run.measures.train_metrics.reset()
             loaders.set_epoch(self._train_dataloader, clock.epoch)
-        own_loop = CountingLoader(
-            self, self._train_dataloader
-        )  # a subclass may write out the loop over the batches itself
+        # A subclass may write out the loop over the batches itself.
+        own_loop = CountingLoader(self, self._train_dataloader)
         epoch, run.epoch_is_recorded = clock.epoch, False
         self._calls = self._choose_calls()
         try:

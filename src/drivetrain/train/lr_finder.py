@@ -153,9 +153,8 @@ def _restored(trainer: "Trainer", data: object) -> Iterator[None]:
                 getattr(trainer.optimizer, "optim", trainer.optimizer),
             ):  # a split one holds another
                 held.state.clear()
-            Context(model=trainer.model, optimizer=trainer.optimizer).load_state_dict(
-                before
-            )  # a plan may have split them
+            # A plan may have split them.
+            Context(model=trainer.model, optimizer=trainer.optimizer).load_state_dict(before)
             trainer.optimizer.zero_grad()
             state.clock.load_state_dict(clock)
 

@@ -66,9 +66,8 @@ class LossTracker:
         loss = loss_batch_value
         if type(loss) is Tensor and loss.is_cpu and not loss.ndim:
             loss = loss.item()  # on the host already: nothing waits
-        has_tensor = type(loss) is not float and isinstance(
-            loss, Tensor
-        )  # types first: `isinstance` of a tensor is slow
+        # Types first: `isinstance` of a tensor is slow.
+        has_tensor = type(loss) is not float and isinstance(loss, Tensor)
         if not has_tensor and (type(batch_size) is int or not isinstance(batch_size, Tensor)):
             self._last = self._known = loss = float(loss)
             if batch_size and (not self.leaves_out_nonfinite or math.isfinite(loss)):

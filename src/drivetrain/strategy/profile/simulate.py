@@ -108,9 +108,8 @@ def _simulate(task: TrainingTask, plan: Strategy, world: int, kind: str, deadlin
     started = time.monotonic()
     methods = [(find_method(name), config, tunable) for name, config, tunable in plan]
     entries = [(one.name, one.simulated(config), tunable) for one, config, tunable in methods if not one.not_simulated]
-    task = replace(
-        task, count_items=None, items=UNKNOWN
-    )  # labels of fake tensors cannot be counted, and weights take no memory
+    # Labels of fake tensors cannot be counted, and weights take no memory.
+    task = replace(task, count_items=None, items=UNKNOWN)
     job = _Job(task, replace(plan, opt_list=entries), world, kind, deadline)
     job.notes += [f"{one.name}: not simulated, {one.not_simulated}" for one, _, _ in methods if one.not_simulated]
     try:

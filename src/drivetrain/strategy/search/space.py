@@ -293,9 +293,8 @@ def build_space(scope: SearchScope) -> SearchSpace:
         plain = candidate_of(start, scope)
         found = [plain, *found]
     elif plain is not None and plain not in found and scope.allows(plain):
-        keeps_searched = any(
-            find_method(name).is_searched for name in scope.fixed
-        )  # which the plain model does not have
+        # A plain model has none of these.
+        keeps_searched = any(find_method(name).is_searched for name in scope.fixed)
         found += [] if keeps_searched else [plain]
     if not found:
         scope.batch_for(world)  # raises if the batch is the reason
