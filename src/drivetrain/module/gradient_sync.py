@@ -125,21 +125,6 @@ def start_sum_over_ranks(value: Count, device: torch.device | str | None, group:
     return result
 
 
-@torch.no_grad()
-def copy_buffers_from_first_rank(ddp: nn.parallel.DistributedDataParallel) -> None:
-    """Copy the first rank's buffers to all ranks, as DDP does in the forward passes it synchronises."""
-    if not ddp.broadcast_buffers:
-        return
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for buffer in ddp.module.buffers():
-        kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-    for buffers in kinds.values():
-        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        dist.broadcast(flat, group=ddp.process_group, group_src=0)
-        for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
-            buffer.copy_(part.view_as(buffer))
-
-
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     bucket: list[nn.Parameter] = []
     size = 0

@@ -58,9 +58,14 @@ def use_fused_kernels(optimizer: Optimizer) -> bool:
     for group in groups:
         group["fused"], group["foreach"] = True, False
     optimizer.defaults["fused"] = True
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # a gradient scaler leaves unscaling to the kernel
+    _take_flags(optimizer)
     start_momentum(optimizer)
     return True
+
+
+def _take_flags(optimizer: Optimizer) -> None:
+    """Let a flag on the device skip updates, and a gradient scaler leave unscaling to the kernel, where `start_momentum` fills momenta."""
+    optimizer._step_supports_amp_scaling = not any(group.get("dampening") for group in optimizer.param_groups)  # type: ignore[attr-defined]
 
 
 def start_momentum(optimizer: Optimizer) -> None:
@@ -72,8 +77,7 @@ def start_momentum(optimizer: Optimizer) -> None:
     """
     if type(optimizer) is not SGD or not any(group.get("fused") for group in optimizer.param_groups):
         return
-    if any(group["dampening"] for group in optimizer.param_groups):
-        optimizer._step_supports_amp_scaling = False
+    _take_flags(optimizer)
     if _fill_momentum in optimizer._optimizer_load_state_dict_post_hooks.values():
         return
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from drivetrain.core.arguments import check_number
 from drivetrain.core.errors import BatchOutputError, ConfigError, SharedGraphError, did_you_mean
 from drivetrain.module.finite import nonfinite_flag, on_any_rank
-from drivetrain.module.gradient_sync import GradientSync, average_gradients, copy_buffers_from_first_rank
+from drivetrain.module.gradient_sync import GradientSync, average_gradients
 from drivetrain.module.stepper import grad_norm, scale_to_norm
 
 if TYPE_CHECKING:
@@ -213,8 +213,8 @@ def finish_units(units: Sequence["OptimScheduler"]) -> None:
     waiting = [unit for unit in units if unit.window.world > 1 and not unit.is_reduced and not unit.sync.is_sharded]
     for sync in {unit.sync: None for unit in waiting}:
         average_gradients([p for unit in waiting if unit.sync is sync for p in unit.params], sync.group())
-        if sync.ddp is not None:
-            copy_buffers_from_first_rank(sync.ddp)
+        if sync.ddp is not None and sync.ddp.broadcast_buffers and sync.ddp.modules_buffers:
+            sync.ddp._sync_buffers()  # as in the forward passes that DDP synchronises
     for unit in units:
         unit.stepper.finish()
 
