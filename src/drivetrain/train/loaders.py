@@ -278,16 +278,26 @@ def mover(device: torch.device | str, loader: object) -> Callable[..., object] |
     return partial(move_to_device, device, non_blocking=torch.device(device).type in PINNED)
 
 
-def look_ahead(loader: Iterable[object]) -> Iterator[tuple[object, bool]]:
-    """Yield each batch and whether it is the last, by reading one batch ahead. A `SmartDataLoader` may know without.
+def look_ahead(loader: Iterable[object], done: int = 0) -> Iterator[tuple[object, bool]]:
+    """Yield each batch after the first `done` of an epoch, and whether it is the last, by reading one batch ahead.
+
+    A `SmartDataLoader` knows without, unless it is told to read nothing ahead: then no batch is the last. Its position counts what was
+    handed out, so nothing may be read ahead of the loop.
 
     >>> list(look_ahead("ab"))
     [('a', False), ('b', True)]
     """
-    smart = smart_loader(loader)
-    if smart is not None and loader is smart and smart.prefetch:
-        for batch in smart:  # its position counts what was handed out, so nothing may be read ahead of the loop
-            yield batch, bool(smart.batch_info and smart.batch_info.last)
+    inner, end = unsliced(loader), None
+    while isinstance(loader, DataLoaderSlice):
+        end = min((size for size in (end, loader.slice_size) if size is not None), default=None)
+        loader = loader.dl
+    if end is not None:
+        if done >= end:
+            return
+        loader = itertools.islice(inner, end - done)
+    if isinstance(inner, SmartDataLoader):
+        for number, batch in enumerate(loader, done + 1):
+            yield batch, number == end or bool(inner.batch_info and inner.batch_info.last)
         return
     yield from with_last(loader)
 

@@ -368,7 +368,7 @@ class TrainerLoop(EvaluationLoop):
         move = loaders.mover(self.device, loader)
         fire.before_dataloader()
         if limit is None:
-            for batch, last in loaders.look_ahead(self._rest_of_epoch(loader, ahead=1)):
+            for batch, last in loaders.look_ahead(self._rest_of_epoch(loader, ahead=1), clock.batch_in_epoch):
                 state.step = clock.batch_in_epoch
                 yield (batch if move is None else move(batch)), last
                 fire.before_dataloader()
