@@ -191,6 +191,10 @@ class EvaluationLoop(TrainerHooks):
                         run.measures.eval_metrics.update(*self.get_metric_inputs(state.batch, output), size)
                     fire.eval_batch_end()
             if may_be_cut and plan.was_cut:
+                for event in (Event.EVAL_END, Event.EVAL_AFTER_ALL):  # the training weights are what is saved
+                    for plugin in reversed(state.algorithms):
+                        if plugin.match(event, state):
+                            plugin.apply(event, state, self.logbook)
                 return
             self._add_epoch_loss_to_run_history(self._metric_name(prefix, "loss", is_intermediate))
             self._record_epoch_metrics(prefix, is_intermediate)
