@@ -141,7 +141,9 @@ class CheckpointReader:
         def read() -> int:
             loaded.append(self._read(folder))
             manifest = loaded[0].manifest
-            if layout.read_manifest(folder).to_json() != manifest.to_json():  # a metric may be NaN, which differs from itself
+            if (
+                layout.read_manifest(folder).to_json() != manifest.to_json()
+            ):  # a metric may be NaN, which differs from itself
                 raise CheckpointError("it was replaced while it was read")
             return manifest.sequence
 
