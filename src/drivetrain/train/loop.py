@@ -133,7 +133,6 @@ class TrainerLoop(EvaluationLoop):
             self._evaluate_until_signal()
         plan.unfinished = "nothing" if ended else ""
         if run.require_settings().scheduler_interval == "epoch":
-            run.stepper.was_skipped = False  # the epoch counts, whatever became of its last update
             if isinstance(self.scheduler, ReduceLROnPlateau):
                 self._step_plateau()
             elif self.scheduler is not None:
