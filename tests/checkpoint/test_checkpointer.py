@@ -32,6 +32,11 @@ def ids(keeper: Checkpointer) -> list[str]:
     return [entry.manifest.id for entry in keeper.list()]
 
 
+def test_a_checkpoint_with_a_metric_that_is_nan_can_be_restored(tmp_path):
+    Checkpointer(make_context(), dir=tmp_path).save(1, metrics={"loss": float("nan")})
+    assert Checkpointer(make_context(), dir=tmp_path).restore() is not None
+
+
 @pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize("stop_at", [1, 5, 9])
 def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(tmp_path, async_save, stop_at):

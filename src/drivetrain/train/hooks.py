@@ -230,8 +230,9 @@ class TrainerHooks:
             self.runtime.clip_grad_value_(run.stepper.parameters, settings.gradient_clip_value)
 
     def scheduler_step(self) -> None:
-        """Advance the learning rate, unless the update was skipped."""
-        if self.state.schedulers and not self.runtime.optimizer_step_was_skipped:
+        """Advance the learning rate, unless the update was skipped. An epoch counts, whatever became of its last update."""
+        is_skipped = self.run.schedules_each_step and self.runtime.optimizer_step_was_skipped
+        if self.state.schedulers and not is_skipped:
             self.scheduler.step()
 
     def optimizer_zero_grad(self) -> None:
