@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.context import Context
+from drivetrain.context import Context, loading
 from drivetrain.core.errors import ResumeError, StateError
 
 Pair = namedtuple("Pair", "x y")
@@ -395,3 +395,22 @@ def test_long_histories_load_quickly():
     state = Context(losses=[0.5] * 200_000, steps=list(range(10))).state_dict()
     ctx.load_state_dict(state)
     assert len(ctx.losses) == 200_000 and ctx.steps == list(range(10))
+
+
+@pytest.mark.parametrize(
+    "item", [None, 1, 1.5, "a", {}, {"a": 1}, [], [1], (), (1, 2), set(), {1}, torch.zeros(2)], ids=repr
+)
+def test_the_kind_of_a_common_type_is_looked_up(monkeypatch, item):
+    expected = next(kind for kind in loading.KINDS if kind.holds(item))
+    monkeypatch.setattr(loading, "KINDS", ())
+    assert loading.kind_of(item) is expected
+
+
+def test_a_subclass_of_a_common_type_is_asked_for_its_own_kind():
+    class Own(dict):
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state): ...
+
+    assert type(loading.kind_of(Own())).__name__ == "ObjectKind" and type(loading.kind_of({})).__name__ == "DictKind"

@@ -215,6 +215,12 @@ def test_indices_are_checked_and_counted_from_the_end():
         as_indices([0, 3], 3)
 
 
+def test_keys_become_a_tensor_of_their_numbers():
+    assert as_indices([3, 1, 2**40], None).tolist() == [3, 1, 2**40]
+    assert as_indices([], 3).tolist() == [] and as_indices([], 3).dtype == torch.int64
+    assert as_indices([1, 2.0], None) == [1, 2.0] and as_indices([True, 0], 3).tolist() == [1, 0]
+
+
 def test_a_sampler_without_a_length_is_refused():
     with pytest.raises(ParameterError, match="no __len__"):
         SamplerOrder(iter([1, 2]), 3)

@@ -1,11 +1,13 @@
 """The shared generators around a fetch: seeded for it, and put back exactly."""
 
 import random
+import sys
 
 import numpy as np
 import pytest
 import torch
 
+from drivetrain.data import randomness
 from drivetrain.data.randomness import SeededGenerators
 
 
@@ -17,7 +19,33 @@ def seed_all(seed):
     torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
 
 
-def test_the_callers_numbers_do_not_notice_a_fetch():
+@pytest.mark.skipif(sys.implementation.name != "cpython", reason="the memory of CPython's generator")
+def test_pythons_state_is_saved_as_memory_and_not_as_625_numbers(monkeypatch):
+    assert randomness._python_memory is not None, "CPython stores the words of its generator as expected"
+    monkeypatch.delattr(random, "getstate")
+    monkeypatch.delattr(random, "setstate")
+    test_a_fetch_inside_a_fetch_disturbs_neither()
+    before = random._inst.getstate()
+    with SeededGenerators(1):
+        draw()
+    assert random._inst.getstate() == before
+
+
+@pytest.mark.skipif(sys.implementation.name != "cpython", reason="the memory of CPython's generator")
+def test_a_generator_with_another_layout_is_not_read_as_memory():
+    class Other(random.Random):
+        def getstate(self):
+            version, words, gauss = super().getstate()
+            return version, words[1:] + words[:1], gauss
+
+    assert randomness._memory_of(Other(1)) is None
+    assert randomness._memory_of(random.Random(1)) is not None
+
+
+@pytest.mark.parametrize("is_memory", [True, False])
+def test_the_callers_numbers_do_not_notice_a_fetch(monkeypatch, is_memory):
+    if not is_memory:
+        monkeypatch.setattr(randomness, "_python_memory", None)
     seed_all(1)
     expected = [draw() for _ in range(4)]
     seed_all(1)

@@ -240,3 +240,10 @@ def test_a_grace_period_that_is_not_a_number_is_named(monkeypatch):
     monkeypatch.setattr("drivetrain.runtime.signals.get_num_processes", lambda: 2)
     with pytest.raises(ConfigError, match="DRIVETRAIN_STOP_GRACE='soon'"):
         StopSignals().__enter__()
+
+
+def test_the_signals_of_the_system_are_listed_once(monkeypatch):
+    StopSignals()
+    monkeypatch.delattr(signal, "valid_signals")
+    with StopSignals() as signals:
+        assert signals.signals == (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)

@@ -1,12 +1,9 @@
 """Find, verify and read checkpoints: the newest valid one is used.
 
-Candidates are ordered by the `sequence` in their manifests, never by file times. Each is verified before anything of it is used.
-One that fails is logged with the file and the reason, and the next one is tried. On several ranks every rank hashes its share of
-the files and all ranks get every failure, so that all of them use the same checkpoint.
+Candidates are ordered by the `sequence` in their manifests, never by file times. Each is verified before anything of it is used; one that
+fails is logged with the file and the reason, and the next one is tried. Each rank hashes its share of the files, and all get every failure.
 
-A run may continue to write while its checkpoints are read. It creates the new one before it removes the old one, so one always
-exists, but not always the one that a reader has just found: a reader whose checkpoint was replaced or removed looks again.
-
+A run may write while its checkpoints are read: a reader whose checkpoint was replaced or removed looks again.
 Files of other programs load too: `.pt` and `.pth` through `torch.load(weights_only=True)`, `.safetensors` as a dict of tensors.
 """
 

@@ -1,13 +1,10 @@
 """What a Context can do with an item: the base of all kinds, and the kinds that fields of a State need.
 
-A Context holds modules, optimizers, numbers, containers, anything. Each kind of item has one handler, and a handler
-answers five questions: is this item mine, how does it move, how is it wrapped, what is its state, and does a saved
-state fit. The base does nothing and has no state, so a handler defines only what its kind has. `loading.py` lists the
-handlers.
+Each kind of item has one handler, which answers five questions: is this item mine, how does it move, how is it wrapped, what is its state,
+and does a saved state fit. The base does nothing and has no state, so a handler defines only what its kind has. `loading.py` lists them.
 
-A run may be continued with another set of plugins: a new progress bar has no saved state, and a removed one leaves its state
-behind. Both are named in a warning. Only an algorithm without which the saved model cannot be loaded is required. And a list in a
-Context grows to its saved length, but a tuple of optimizers must not: what a file holds of an optimizer is a dict, not an optimizer.
+A run may be continued with other plugins: what is new or missing is named in a warning, except an algorithm without which the saved model
+cannot be loaded. A list in a Context grows to its saved length; a tuple of optimizers does not, since a file holds no optimizer.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -318,13 +318,13 @@ KINDS: tuple[Kind, ...] = (
     OTHER_KIND,
 )
 """In order of precedence."""
+_COMMON = (*(kind() for kind in PLAIN - {type(None)}), None, {}, [], (), set(), torch.empty(0, device="cpu"))
+_KINDS_OF_TYPES = {type(item): next(kind for kind in KINDS if kind.holds(item)) for item in _COMMON}
 
 
 def kind_of(item: object) -> Kind:
     """Return the handler of an item."""
-    if type(item) in PLAIN:
-        return PLAIN_KIND
-    return next(kind for kind in KINDS if kind.holds(item))
+    return _KINDS_OF_TYPES.get(type(item)) or next(kind for kind in KINDS if kind.holds(item))
 
 
 def everything(item: object, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Kind, Any]]:

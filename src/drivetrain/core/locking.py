@@ -1,15 +1,11 @@
 """A lock on a folder: one writer at a time, on one machine or on a shared file system, with nothing to clean up after a crash.
 
-The lock is a small file that names its owner: host, process, when that process started. A thread of the owner touches it every few seconds
-(the heartbeat). Whoever finds the file decides whether the owner lives:
-
-- On the same machine the process and its start time decide at once, also when its number has been given to another process since.
-- Otherwise (another host, another container) the heartbeat decides. Clocks of two machines may differ, so no times are compared: the file
-  is watched, and an owner whose heartbeat does not change for `STALE_SECONDS` is dead.
+The lock is a small file that names its owner: host, process, when that process started. A thread of the owner touches it every few seconds.
+On the same machine the process and its start time decide whether the owner lives. Otherwise (another host, another container) the file is
+watched, and an owner whose heartbeat does not change for `STALE_SECONDS` is dead; times of two machines are not compared.
 
 The file of a dead owner is replaced in a way that only one of several processes can do: each tries to create a claim whose name contains
-the dead owner's token, which works for one of them, and renames its claim onto the lock. Links, FIFOs and devices in its place are not
-opened.
+the dead owner's token, and renames its claim onto the lock. Links, FIFOs and devices in its place are not opened.
 """
 
 import atexit

@@ -1,11 +1,8 @@
 """SmartDataLoader: a torch DataLoader that saves its position.
 
-The order of an epoch depends on the seed and the epoch alone, each data rank takes its slice of it, and the state is a position in
-that order. So a run can stop after any batch and continue with another number of processes or workers. Tensor data is gathered
-instead of collated, and batches arrive on the device ahead of their use.
-
-What each part does is in the other modules of this folder; here they are put together once per iteration, and the loop that remains is
-as short as the data allows.
+The order of an epoch depends on the seed and the epoch alone, each data rank takes its slice of it, and the state is a position in that
+order. So a run can stop after any batch and continue with another number of processes or workers. What each part does is in the other
+modules of this folder; here they are put together once per iteration.
 """
 
 import copy

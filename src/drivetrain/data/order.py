@@ -9,11 +9,12 @@ which prepares the epoch at once and returns this rank's batches from a position
 """
 
 import itertools
-import operator
+from array import array
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler, Sampler
@@ -299,9 +300,10 @@ def draw_stream(sampler: Iterable[T], seed: int, epoch: int) -> list[T]:
 def as_indices(keys: list[Any], rows: int | None) -> Tensor | list[object]:
     """Return a stream of whole numbers as a tensor, within `rows` where that is given; other keys stay a list."""
     try:
-        indices = torch.tensor([operator.index(key) for key in keys], dtype=torch.int64, device="cpu")
+        numbers = array("q", keys)
     except TypeError:
         return keys
+    indices = torch.from_numpy(np.asarray(numbers))
     if rows is not None and len(indices):
         low, high = int(indices.min()), int(indices.max())
         if low < -rows or high >= rows:

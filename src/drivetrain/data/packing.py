@@ -1,13 +1,11 @@
 """Sequence packing: several documents in one row of fixed length, without padding most of it and without mixing them.
 
-Documents are put into bins of `max_length` by best fit (each into the fullest bin that still has room), after Krell et al.,
-"Efficient Sequence Packing without Cross-contamination" (arXiv 2107.02027); documents longer than a bin are cut into pieces first,
-as in Ding et al., "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830). In a packed row position ids restart with each
-document, document ids distinguish them (-1 is padding), and the first label of each document is ignored, because it would be
+Documents are put into bins of `max_length` by best fit, after Krell et al., "Efficient Sequence Packing without Cross-contamination" (arXiv
+2107.02027); longer ones are cut first, as in Ding et al., "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830). Position ids
+restart with each document, document ids distinguish them (-1 is padding), and the first label of each is ignored, because it would be
 predicted from the end of another one. Attention is allowed between two places only if they are real and of one document.
 
-The rows of a `PackedDataset` are fixed when it is built, and are shuffled, split over ranks and resumed like any samples. A
-`PackedStream` packs a buffer of documents at a time and can be saved between any two rows.
+The rows of a `PackedDataset` are fixed when it is built; a `PackedStream` packs a buffer of documents at a time.
 """
 
 import bisect

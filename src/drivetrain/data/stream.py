@@ -1,11 +1,10 @@
 """Iterable datasets: streams without an index, split over ranks and workers, with an exact position to continue from.
 
-`filter`: every rank (and worker) reads the whole stream and keeps its slices of each global batch. Reading is repeated, but the batches
-are exactly those of one process, for any number of ranks and workers, and one state of the stream fits them all. `sharded`: the dataset
-splits itself by rank and worker; each part has a position of its own, so a run must be continued with as many ranks and workers as it had.
+`filter`: every rank (and worker) reads the whole stream and keeps its slices of each global batch, so the batches are those of one process
+for any number of ranks and workers. `sharded`: the dataset splits itself by rank and worker; each part has a position of its own, so a run
+must be continued with as many of both.
 
-A reader is in the process that reads, this one or a worker. It opens the stream at a position, seeds the shared generators for each step so
-that what user code draws depends on the position alone, and returns the position after each batch. A stream with
+A reader seeds the shared generators for each step, so that what user code draws depends on the position alone. A stream with
 `state_dict`/`load_state_dict`, on the dataset or on the iterator it returns, continues at once; any other is read again up to the position.
 """
 

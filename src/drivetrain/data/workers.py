@@ -1,13 +1,10 @@
 """Worker processes: torch's DataLoader carries jobs to them and results back, in order.
 
-A job holds everything a worker needs (seed, epoch, position, indices), so workers hold no position of their own: they may live for the
-whole run, read ahead as far as they like, and be replaced by none at all without a change in what comes out. The inner DataLoader
-gets a generator of its own, because torch would take the workers' base seed from the global one.
+A job holds everything a worker needs (seed, epoch, position, indices), so workers may live for the whole run, read ahead, or be absent
+without a change in what comes out. The inner DataLoader has its own generator, because torch would draw the base seed from the global one.
 
-torch keeps workers as long as something refers to their iterator, a traceback or a reference cycle included, and ends them one after the
-other with five seconds for each. Here each iterator with workers is noted when it is made. `ending_workers()` ends those that were
-started within it, all at the same time. A signal to the process group (SLURM, systemd and Kubernetes send it to every process) reaches
-workers too; they leave it to the process that trains, which saves and then ends them.
+torch ends workers when nothing refers to their iterator, one after the other with five seconds for each; `ending_workers()` ends all that
+were started within it at the same time. A signal to the process group reaches workers too; they leave it to the process that trains.
 """
 
 import atexit

@@ -1,12 +1,9 @@
 """Values on their way from a device to the host: copied aside at once, read many at a time; and histograms, counted there.
 
-A value that is recorded is copied into the next place of a page on its own device, behind the kernel that computes it, so neither
-later changes in place nor a replayed graph alter it, and the host does not wait. When the page is sent, one transfer to pinned
-memory carries all of it, and an event says when it has arrived. A place has eight bytes and is seen through the dtype of its
-value, so numbers arrive as they were and a page needs one transfer however many types it holds.
-
-`torch.histc` and `bincount` read their limits on the host; here limits, places and counts stay tensors, and nothing waits. Large
-tensors are worked through in pieces, so that a histogram of all weights needs little additional memory.
+A recorded value is copied into the next place of a page on its own device, behind the kernel that computes it, so the host does not wait
+and later changes in place do not alter it. One transfer to pinned memory carries a whole page, and an event says when it has arrived. A
+place has eight bytes and is seen through the dtype of its value. Histograms keep limits and counts as tensors, since `torch.histc` and
+`bincount` would read them on the host, and work through large tensors in pieces.
 """
 
 from dataclasses import dataclass

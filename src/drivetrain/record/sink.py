@@ -1,12 +1,10 @@
 """What a sink is, the way from the stream to one sink, and the sink for the console.
 
-A sink is any object with some of the methods of `Sink`; methods that it lacks are not called. Rows reach it in the order in which they were
-recorded, on rank 0 only, as plain numbers, and some seconds after the call that recorded them; `step` and `time` (seconds since 1970) are
-those of the call.
+A sink is any object with some of the methods of `Sink`. Rows reach it in the order in which they were recorded, on rank 0 only, as plain
+numbers, and some seconds later; `step` and `time` (seconds since 1970) are those of the call that recorded them.
 
-A tracker whose network is down and a disk that is full must not end a training run. Such an error is logged once; the sink then
-rests, for longer each time it fails again, so that a dead server costs next to nothing, and what it missed is counted and logged at
-the end. `metrics.jsonl` has it all in any case, unless its own disk was the one that was full.
+An error of a sink (a network that is down, a full disk) does not end a training run: it is logged once, the sink rests for longer each time
+it fails again, and what it missed is counted and logged at the end. `metrics.jsonl` has it all.
 """
 
 import logging

@@ -1,13 +1,13 @@
 """Stop cleanly: signals set a flag that is read at the end of a step.
 
-A handler may run between any two bytecodes, so ours only stores the signal. The loop reads it at a step boundary, saves, and
-ends. Inside a `StopSignals` context SIGTERM and SIGINT request a stop and SIGUSR1 a save; a second SIGINT stops at once.
+A handler only stores the signal; the loop reads it at a step boundary, saves, and ends. Inside a `StopSignals` context SIGTERM and SIGINT
+request a stop and SIGUSR1 a save; a second SIGINT stops at once.
 
-On several processes one rank may get the signal and the others not. `agreed()` combines their flags with a reduction that is
-started at one boundary and read at the next, so that no rank waits for it and all stop at the same step. A rank that waits for
-another one in a collective cannot run its handler; the watchdog (`StopWatchdog`) ends it after a grace period.
+On several processes `agreed()` combines the flags with a reduction that is started at one boundary and read at the next, so that no rank
+waits for it and all stop at the same step. The watchdog (`StopWatchdog`) ends a rank that waits for another one in a collective.
 """
 
+import functools
 import logging
 import os
 import select
@@ -29,6 +29,7 @@ from drivetrain.runtime.ranks import get_num_processes, get_rank
 
 logger = logging.getLogger(__name__)
 
+_valid_signals = functools.cache(signal.valid_signals)  # one Enum lookup for each of 64 numbers
 SAVE_SIGNAL: int = getattr(signal, "SIGUSR1", -1)  # Windows has none
 URGENCY: tuple[int, ...] = (SAVE_SIGNAL, signal.SIGINT, signal.SIGTERM)
 """Signals in order of urgency, most urgent last: a stop outranks a save."""
@@ -59,7 +60,7 @@ class StopSignals:
     _entered: ClassVar[list["StopSignals"]] = []
 
     def __init__(self, signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT, SAVE_SIGNAL)):
-        valid = signal.valid_signals()
+        valid = _valid_signals()
         wrong = [number for number in signals if number not in valid and number != -1]
         if wrong:
             raise ConfigError(f"signals: {wrong} are not signals of this system. Use those of the module signal.")
@@ -127,11 +128,7 @@ class StopSignals:
             self.requested = number
 
     def agreed(self) -> int | None:
-        """Return the signal that all ranks act on at this step boundary, or None. Every rank calls it at every boundary.
-
-        One process learns of its signal at once. Several read the reduction that was started at the boundary before,
-        hence act one step later than the rank that got the signal.
-        """
+        """Return the signal that all ranks act on at this step boundary, or None. Several processes act one step after it arrived."""
         if get_num_processes() == 1:
             return self.requested
         someone = self._pending() if self._pending is not None else False
