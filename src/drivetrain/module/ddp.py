@@ -62,7 +62,7 @@ def check_reduced(model: object) -> None:
     DDP itself says so in the next forward pass, after an update that differs between ranks.
     """
     ddp = model._orig_mod if isinstance(model, nn.Module) and is_compiled_shell(model) else model
-    if isinstance(ddp, TransparentDDP):
+    if isinstance(ddp, DistributedDataParallel):
         try:
             ddp.reducer._check_reducer_finalized()
         except RuntimeError as error:

@@ -197,13 +197,12 @@ def _follow(
         few_blocks.cut_model(copied, families, counts)
     buckets: list[GradientBuckets] = []
 
-    class InBuckets:  # a class, because others ask whether a model is an instance of it
-        def __new__(cls, model: nn.Module, **settings: Any) -> nn.Module:  # type: ignore[misc]
-            buckets.append(GradientBuckets(model, mode, settings.get("bucket_cap_mb")))
-            return model
+    def in_buckets(model: nn.Module, **settings: Any) -> nn.Module:
+        buckets.append(GradientBuckets(model, mode, settings.get("bucket_cap_mb")))
+        return model
 
     rules = accelerator_rules() if job.kind != "cpu" else nullcontext()
-    in_python = attributes_set([(ddp, "TransparentDDP", InBuckets)])
+    in_python = attributes_set([(ddp, "TransparentDDP", in_buckets)])
     with fake_world(job.world), allow_fake_module_moves(), few_chunks(), in_python, rules:
         task = _fake_task(job, mode)
         resolved = resolve_plan(plan, model=copied, device="cpu", world=job.world)
