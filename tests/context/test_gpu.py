@@ -67,7 +67,7 @@ def test_generators_of_a_device_are_made_anew_on_another_and_states_load_across_
     )
     ctx.cpu()
     assert ctx.noise.device.type == "cpu" and ctx.noise.initial_seed() == 4
-    with pytest.warns(UserWarning, match="noise was saved on cpu and is on cuda:0 here"):
+    with pytest.warns(UserWarning, match="noise was saved on cpu and is on cuda:0 now"):
         other.load_state_dict(ctx.state_dict())
     ctx.host = torch.Generator()
     ctx.cuda()

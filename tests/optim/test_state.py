@@ -105,6 +105,7 @@ def test_partial_is_none_between_windows_and_holds_own_gradients_inside():
         "skipped_steps",
         "param_names",
         "partial",
+        "grad_norm",
     }
 
 

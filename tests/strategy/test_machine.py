@@ -299,6 +299,8 @@ def test_results_of_the_benchmark_are_appended_and_kept_while_they_grow(tmp_path
 @pytest.mark.gpu
 def test_a_cuda_device_is_measured_by_a_child(monkeypatch):
     machine = profile_machine(torch.device("cuda", 0), time_limit=60)
+    while machine.times is None or not machine.times.is_complete:  # on a busy machine the rest is measured next time
+        machine = profile_machine(torch.device("cuda", 0), time_limit=60)
     assert machine.evidence == "measured" and machine.kind == "cuda"
     assert machine.flops["bfloat16"] > machine.flops["float32"] > 1e11
     assert machine.bandwidth > 5e10 and machine.launch < 1e-3 and machine.host_bandwidth > 1e8

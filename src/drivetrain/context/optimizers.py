@@ -42,7 +42,8 @@ def fit_optimizer(
     What loads it takes the names of parameters that have another shape now, and returns those whose state it left out.
     """
     groups, live_groups = list(saved["param_groups"]), optimizer.param_groups
-    absent = getattr(optimizer, "defaults", {}).keys() - {*_FLAGS, *(key for group in groups for key in group)}
+    settings_here = getattr(optimizer, "defaults", {}).keys() & {key for group in live_groups for key in group}
+    absent = settings_here - {*_FLAGS, *(key for group in groups for key in group)}
     if len(absent) > 1:  # a newer torch may have added one
         settings = ", ".join(sorted(map(str, absent)))
         return [f"saved by another kind of optimizer than {type(optimizer).__name__}: it has no {settings}"], None

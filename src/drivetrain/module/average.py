@@ -21,6 +21,7 @@ from drivetrain.core.types import StateDict
 from drivetrain.module.distributed_tensors import fit_tensor, is_dtensor, local_part
 from drivetrain.module.finite import nonfinite_names
 from drivetrain.module.wrapping import clean_key, is_fully_sharded, unwrap
+from drivetrain.runtime.device import waiting_allowed
 
 _SWAP_BYTES = 8 << 20  # the largest temporary copy made while swapping, unless one tensor is larger
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -221,7 +222,8 @@ class _Plan:
         self.has_shards = False
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         buffers = ((name, tensor) for name, tensor in live.items() if not isinstance(tensor, nn.Parameter))
-        infinite = set(nonfinite_names(buffers))  # the host waits here; inf - inf would be NaN
+        with waiting_allowed():  # once; inf - inf would be NaN
+            infinite = set(nonfinite_names(buffers))
         for name, tensor in live.items():
             if name not in shadow:
                 continue

@@ -7,7 +7,8 @@ of this process's local rank.
 import math
 import os
 from collections import deque
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,19 @@ def as_current(device: torch.device | str | None) -> AbstractContextManager[None
     """Make a device the current one in a block: random states, events and kernels that name no device belong to that one."""
     device = torch.device("cpu" if device is None else device)
     return torch.accelerator.device_index(None if device.type in ("cpu", "meta", "mps") else device.index)
+
+
+@contextmanager
+def waiting_allowed() -> Iterator[None]:
+    """Let the host wait for the device in this block, which `Trainer(strict=True)` forbids within a step."""
+    mode = torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
+    if mode:
+        torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        if mode:
+            torch.cuda.set_sync_debug_mode(mode)
 
 
 def device_memory(device: str | torch.device | None = "auto") -> tuple[int, int]:

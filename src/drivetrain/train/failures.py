@@ -23,6 +23,7 @@ from drivetrain.core.types import StateDict
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.finite import NONFINITE, REJECTED
 from drivetrain.module.stepper import Stepper
+from drivetrain.runtime.device import waiting_allowed
 from drivetrain.runtime.ranks import is_distributed
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.train.batches import map_tensors
@@ -207,16 +208,9 @@ class LastGoodState:
     def restore(self) -> None:
         """Roll back to the copy, except for the position in the data."""
         state = self._live()
-        mode = torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
-        if mode:
-            torch.cuda.set_sync_debug_mode(0)  # `Trainer(strict=True)` forbids waiting inside a step; this has to
-        try:
-            with with_attributes(state, _before_load=None):
-                # An optimizer keeps the tensors it loads, so it is given a second copy.
-                state.load_state_dict(map_tensors(torch.clone, self._state), strict=False)
-        finally:
-            if mode:
-                torch.cuda.set_sync_debug_mode(mode)
+        with waiting_allowed(), with_attributes(state, _before_load=None):
+            # An optimizer keeps the tensors it loads, so it is given a second copy.
+            state.load_state_dict(map_tensors(torch.clone, self._state), strict=False)
         restore_rng(self._rng)
 
 
