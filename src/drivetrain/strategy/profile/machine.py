@@ -342,7 +342,7 @@ def _processor() -> str:
 
 
 _FILE_LIMIT = 2**20
-_VERSION = 3
+_VERSION = 4
 """Of the measurement and of the formulas that corrections belong to; a change of either starts again."""
 
 

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drivetrain.strategy.profile.operations import RECURRENCE
+
 Call = Callable[[], object]
 Axes = tuple[tuple[float, ...], ...]
 _WAYS = ("forward", "backward")
@@ -124,12 +126,19 @@ def _operator_benchmarks(device: torch.device) -> Iterator[OperatorBenchmark]:
         yield OperatorBenchmark("update/float32", sizes, partial(_update, make))
     for name in ("float32", half):
         yield from _more_traffic(make, name, sizes)
-    for name, kind, way in itertools.product(first, ("full", "causal", "masked", "dropout"), _WAYS):
-        yield OperatorBenchmark(
-            f"attention/{kind}/{way}/{name}", _ATTENTION[is_gpu], partial(_attention, make, name, kind, way)
-        )
     for name in first:
+        for kind, way in itertools.product(("full", "causal", "masked", "dropout"), _WAYS):
+            attention = partial(_attention, make, name, kind, way)
+            yield OperatorBenchmark(f"attention/{kind}/{way}/{name}", _ATTENTION[is_gpu], attention)
         yield OperatorBenchmark(f"batched/{name}", _BATCHED[is_gpu], partial(_batched, make, name))
+        for way in _WAYS:
+            yield OperatorBenchmark(f"recurrent/{way}/{name}", _RECURRENT[is_gpu], partial(_recurrent, make, name, way))
+        yield from _convolutions(make, name)
+
+
+def _convolutions(make: "_Tensors", name: str) -> Iterator[OperatorBenchmark]:
+    """Yield convolutions of all kinds, the device's usual layout first."""
+    is_gpu = make.is_gpu
     pixels = _CONVOLUTION[is_gpu][1]
     convolutions: Sequence[tuple[str, Axes, Callable[..., Call | None]]] = (
         ("conv/1", _CONVOLUTION[is_gpu], partial(_dense, 1)),
@@ -140,14 +149,14 @@ def _operator_benchmarks(device: torch.device) -> Iterator[OperatorBenchmark]:
         ("grouped", _GROUPED[is_gpu], _grouped),
     )
     layouts = ("last", "first") if is_gpu else ("first", "last")
-    for name, layout, way in itertools.product(first, layouts, _WAYS):
+    for layout, way in itertools.product(layouts, _WAYS):
         for kind, axes, build in convolutions:
             yield OperatorBenchmark(f"{kind}/{layout}/{way}/{name}", axes, partial(build, make, name, layout, way))
 
 
 _STEPS = (64.0, 256.0, 1024.0, 4096.0, 16384.0)
 _PRODUCTS: dict[bool, Axes] = {True: ((*_STEPS, 65536.0), _STEPS, _STEPS), False: ((16.0, 128.0, 1024.0),) * 3}
-_UNALIGNED: Axes = ((1024.0, 32768.0), (1024.0, 16384.0), (256.0, 1024.0))
+_UNALIGNED: Axes = ((512.0, 32768.0), (256.0, 16384.0), (256.0, 1024.0, 32768.0))
 _BATCHED: dict[bool, Axes] = {
     True: ((16.0, 128.0, 1024.0), (32.0, 128.0, 512.0, 2048.0), (32.0, 128.0, 512.0)),
     False: ((4.0, 64.0), (16.0, 128.0), (16.0, 128.0)),
@@ -155,6 +164,10 @@ _BATCHED: dict[bool, Axes] = {
 _ATTENTION: dict[bool, Axes] = {
     True: ((16.0, 128.0, 1024.0), (64.0, 256.0, 1024.0, 4096.0), (32.0, 64.0, 128.0)),
     False: ((4.0, 32.0), (16.0, 128.0), (16.0, 64.0)),
+}
+_RECURRENT: dict[bool, Axes] = {
+    True: ((16.0, 128.0), (128.0, 512.0, 2048.0)),
+    False: ((4.0, 32.0), (16.0, 128.0)),
 }
 _CONVOLUTION: dict[bool, Axes] = {
     True: ((16.0, 64.0, 256.0, 1024.0), (2.0**12, 2.0**15, 2.0**18, 2.0**20)),
@@ -234,6 +247,17 @@ def _attention(
     p = 0.1 if kind == "dropout" and make.device.type == "cuda" else 0.0
     attend = partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=kind == "causal", dropout_p=p)
     return _way(attend, inputs, way)
+
+
+def _recurrent(make: _Tensors, dtype: str, way: str, batch: float, hidden: float) -> Call | None:
+    """Build an LSTM of two layers, which a device may run at the same time."""
+    layers, steps = RECURRENCE
+    if not make.allows(2 * 8 * layers * steps * batch * hidden**2 * (2 if way == "backward" else 1), dtype):
+        return None
+    lstm = torch.nn.LSTM(int(hidden), int(hidden), layers, batch_first=True)
+    lstm.to(make.device, getattr(torch, "float32" if dtype == "tf32" else dtype))
+    x = make(batch, steps, hidden, dtype=dtype)
+    return _way(lambda x, *weights: lstm(x)[0], [x, *lstm.parameters()], way)
 
 
 def _update(make: _Tensors, moved: float) -> Call:
@@ -367,6 +391,11 @@ def _first_traffic(make: _Tensors, dtype: str, sizes: Axes) -> Iterator[Operator
     yield OperatorBenchmark(f"elementwise/mixed/{dtype}", sizes, mixed)
     yield OperatorBenchmark(f"elementwise/broadcast/{dtype}", sizes, broadcast)
     yield OperatorBenchmark(f"copy/{dtype}", sizes, rows(lambda x: x.to(other), 6 / width, 1024))
+    side = 256 if make.is_gpu else 64
+    across = rows(lambda x: x.transpose(1, 2).contiguous(), 2, side, side)
+    yield OperatorBenchmark(f"copy/transposed/{dtype}", sizes, across)
+    across = rows(lambda x: x + x.transpose(1, 2), 3, side, side)
+    yield OperatorBenchmark(f"elementwise/transposed/{dtype}", sizes, across)
     yield OperatorBenchmark(f"reduction/outer/{dtype}", narrow, rows(lambda x: x.sum(0), 1))
     for way in _WAYS:
         norm = rows(lambda x, w, b: F.layer_norm(x, w.shape, w, b), _PASSES[way], way=way, weights=2)

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 
 VIEW = "view"
 """The key of operators that cost the host a call and the device nothing."""
+EACH_GROUP = "product/group"
+"""The key of products that torch does group by group, after the host has read where the groups end."""
+RECURRENCE = (2, 32)
+"""Layers and steps of the recurrent layers that are measured."""
+SPLIT = "fused/split"
+"""The key of compiled kernels that reduce over rows: parts of the rows first, then the parts, in two launches."""
 BY_WIDTH = ("norm", "softmax", "reduction/inner", "reduction/outer")
 """Beginnings of keys whose time depends on the width of a row (or the number of channels) and on the bytes moved."""
 _WHOLE = frozenset("product batched attention conv depthwise grouped patch scatter sort scan recurrent".split())
@@ -56,7 +62,7 @@ class Called:
 def other_flops(key: str, dims: Sequence[float]) -> float:
     """Return the floating-point operations of operators for which torch has no formula: products of experts and recurrent layers."""
     if key.startswith("product"):
-        return 2 * prod(dims)
+        return 2 * prod(dims)  # of all groups, where there are some
     if key.startswith("recurrent"):
         steps, batch, gates, inputs, hidden = dims
         return 2 * steps * batch * gates * (inputs + hidden) * (2 if key.endswith("backward") else 1)
@@ -139,9 +145,8 @@ def described(
     way = "backward" if name.endswith("_backward") else "forward"
     if name in _PRODUCTS:
         left, right = (args[index] for index in _PRODUCTS[name])
-        # In a grouped product every row meets one expert.
-        key = "product" if name == "_grouped_mm" else _product(left, right)
-        return key, (float(left.shape[-2]), float(right.shape[-1]), float(left.shape[-1]))
+        sizes = float(left.shape[-2]), float(right.shape[-1]), float(left.shape[-1])
+        return _grouped_product(args, kwargs, sizes) if name == "_grouped_mm" else (_product(left, right), sizes)
     if name in _RECURRENT:
         x, gates, hidden = args[:3]
         sizes = (*x.shape[:2], gates.shape[0], gates.shape[1], hidden.shape[1])
@@ -160,8 +165,7 @@ def described(
         return f"{norm}{layout}/{way}", (float(width),)
     if (known := _KEY_OF.get(name)) is not None:
         if known == "copy":
-            is_turned = inputs and outputs and _order(inputs[-1]) != _order(outputs[0])
-            return ("copy/turned" if is_turned else "copy"), ()
+            return (_copy(inputs[-1], outputs[0]) if inputs and outputs else "copy"), ()
         if known == "softmax":
             return f"softmax/{'backward' if 'backward' in name else 'forward'}", (float(max(1, *inputs[0].shape[-1:])),)
         return f"pool/{way}" if known == "pool" else known, ()
@@ -173,7 +177,7 @@ def described(
 
 
 def _product(left: Tensor, right: Tensor) -> str:
-    """Return whether rows of 16-bit operands begin where kernels like them to: at multiples of four, of two, or anywhere."""
+    """Return whether rows of 16-bit operands begin where kernels need them to: at multiples of eight elements, of two, or anywhere."""
     if left.element_size() != 2:
         return "product"
     rows = [next((size for size, step in zip(t.shape, t.stride()) if step == 1), 8) for t in (left, right)]
@@ -181,13 +185,36 @@ def _product(left: Tensor, right: Tensor) -> str:
     sizes = [size for size in rows if size > 1]
     if any(size % 2 for size in sizes):
         return "product/odd"
-    return "product/even" if any(size % 4 for size in sizes) else "product"
+    return "product/even" if any(size % 8 for size in sizes) else "product"
+
+
+def _grouped_product(
+    args: Sequence[Any], kwargs: Mapping[str, object], sizes: tuple[float, float, float]
+) -> tuple[str, tuple[float, ...]]:
+    """Return a product in which every row meets one expert: one kernel in 16 bits, else torch multiplies group by group."""
+    left, right = args[:2]
+    ends = args[2] if len(args) > 2 else kwargs.get("offs")
+    if left.element_size() == 2 or not isinstance(ends, Tensor):
+        return "product", sizes
+    rows, columns, depth = sizes
+    count = float(max(1, ends.shape[0]))
+    if left.ndim == right.ndim:  # the gradient of the experts' weights: groups along the sum
+        return EACH_GROUP, (rows, columns, depth / count, count)
+    return EACH_GROUP, (rows / count, columns, depth, count)
 
 
 def _normalised(args: Sequence[object]) -> int:
     """Return the elements that a norm is over: its shape is the first list among the arguments."""
     shape = next((value for value in args if isinstance(value, list | tuple)), (1,))
     return prod(size for size in shape if isinstance(size, int))
+
+
+def _copy(source: Tensor, result: Tensor) -> str:
+    """Return whether a copy changes the order of dimensions, and whether neighbours in the result are apart in the source."""
+    before, after = _order(source), _order(result)
+    if before == after:
+        return "copy"
+    return "copy/transposed" if before[-1:] != after[-1:] else "copy/turned"
 
 
 def _elementwise(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
@@ -197,6 +224,8 @@ def _elementwise(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
     if result is None or result.numel() <= 1:
         return "elementwise"
     order = _order(result)
+    if any(tensor.numel() == result.numel() and _order(tensor)[-1:] != order[-1:] for tensor in operands):
+        return "elementwise/transposed"
     if any(tensor.numel() != result.numel() or _order(tensor) != order for tensor in operands):
         return "elementwise/broadcast"
     return "elementwise/mixed" if len({tensor.dtype for tensor in (*operands, result)}) > 1 else "elementwise"
@@ -392,7 +421,7 @@ def _kernel(root: int, calls: list[Called], places: list[int], used: Mapping[int
     reduces = any(call.key.startswith(("reduction", "norm", "softmax")) for call in calls)
     return replace(
         first,
-        key="fused/reduction" if reduces else "fused/elementwise",
+        key=SPLIT if any(map(_ends, calls)) else "fused/reduction" if reduces else "fused/elementwise",
         name="+".join(dict.fromkeys(call.name for call in calls))[:60],
         flops=0.0,
         moved=sum(read.values()) + sum(written.values()) + again,
