@@ -155,7 +155,9 @@ def test_recurrent_layers_take_what_was_measured_for_each_step():
     machine = make_machine(times=Timetable(grids, HOST))
     layer = Work(key="recurrent/forward", dtype="float32", phase="forward", in_block=False, flops=(0.0, 0.0), moved=(0.0, 0.0),
                  dims=((100.0, 0.0), (0.0, 1.0), (96.0, 0.0), (32.0, 0.0), (32.0, 0.0)))  # fmt: skip
-    assert operator_seconds(layer, 8, machine) == pytest.approx(100 * 1e-6 * 3 / 4)  # three gates where an LSTM has four
+    assert operator_seconds(layer, 8, machine) == pytest.approx(
+        100 * 1e-6 * 3 / 4
+    )  # three gates where an LSTM has four
 
 
 def test_operators_of_a_small_model_are_those_counted_by_hand(mlp):
