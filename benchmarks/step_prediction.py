@@ -3,12 +3,13 @@
     python -m benchmarks.step_prediction                                   # all, on the device at hand
     python -m benchmarks.step_prediction --models gpt2,bert --modes eager --limit 300
     python -m benchmarks.step_prediction --resume benchmarks/results/step_prediction.json   # what that file does not have yet
+    python -m benchmarks.step_prediction --only predict                    # rows of a device again, anywhere, with its table in results/
     python -m benchmarks.step_prediction --tiny --models gpt2,unet         # small versions, on any machine
 
 Each model trains in a process of its own: bfloat16 autocast, fused AdamW, images with channels last where a model is convolutional; three
-micro-batches each. Processes compile at the same time, and are stopped while one of them measures. The prediction comes from the operators
-recorded on fake tensors and from the machine's table of times, which is measured once. Every row is written as soon as it is there.
-`--dump FOLDER` also writes the machine's table, the operators of each model, and what torch's profiler saw.
+micro-batches each. Processes compile at the same time, and are stopped while one of them measures. Every row is written as soon as it is
+there. The prediction comes from the operators recorded on fake tensors and from the machine's table of times, which is measured once and
+kept next to the rows. `--dump FOLDER` also writes what torch's profiler saw.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -37,7 +38,8 @@ from torch import Tensor, nn
 
 from benchmarks.memory_prediction import CUDA_WORKSPACE_BYTES
 from benchmarks.timing import RESULTS, environment
-from drivetrain.strategy.profile.machine import profile_machine
+from drivetrain.runtime.device import usable_cpus
+from drivetrain.strategy.profile.machine import profile_machine, read_machine, write_machine
 from drivetrain.strategy.profile.model import ModelProfiler
 from drivetrain.strategy.profile.step_time import PHASES, How, operator_seconds, pass_time, queued
 from drivetrain.strategy.profile.values import COMPILED, FUSED, MachineProfile, ModelProfile, Work
@@ -311,57 +313,70 @@ def predicted_bytes(found: ModelProfile, mode: str, size: int) -> float | None:
     return None if peak is None else peak + CUDA_WORKSPACE_BYTES
 
 
+def predictions(found: ModelProfile, machine: MachineProfile, mode: str, size: int) -> dict[str, Any]:
+    """Return what is predicted for one row: time, its largest parts by kind of operator, and memory."""
+    works = found.work.get(ARITHMETIC + (FUSED if mode == "compiled" else ""), ())
+    how: How = "compiled" if mode == "compiled" else "eager"
+    return {
+        "predicted_seconds": predicted_seconds(found, machine, mode, size),
+        "predicted_bytes": predicted_bytes(found, mode, size),
+        "predicted_kinds": dict(list(seconds_by_kind(works, size, machine, how).items())[:8]),
+        "notes": list(found.notes),
+    }
+
+
+def machine_file(path: Path) -> Path:
+    """Return where the table of the machine is kept whose rows are in a file."""
+    return path.with_name(f"{path.stem}_machine.json")
+
+
 # The measurement, in a process of its own.
 
 
 class Worker:
-    """Profiles and trains one model, and answers with one JSON line for each thing it found."""
+    """Trains one model, and answers with one JSON line for each thing it found."""
 
     def __init__(self, asked: Mapping[str, Any]):
         self.name, self.is_tiny = str(asked["model"]), bool(asked["tiny"])
         self.device = torch.device(asked["device"])
         self.rows: list[tuple[str, int]] = [(mode, size) for mode, size in asked["rows"]]
-        self.known: list[dict[str, Any]] = asked["known"]
-        self.wants_dump, self.end = bool(asked["dump"]), time.monotonic() + float(asked["seconds"])
+        self.wants_dump = bool(asked["dump"])
 
     def run(self) -> None:
-        """Predict, then measure row by row."""
-        started = time.perf_counter()
-        modes = {mode for mode, _ in self.rows}
-        found = profile(self.name, self.is_tiny, compiled="compiled" in modes, limit=min(150.0, self._left() / 2))
-        machine = profile_machine(self.device, time_limit=0.0)
-        took = time.perf_counter() - started
-        if self.wants_dump:
-            self.tell(dump=f"{self.name}.work", value=_plain(found))
-        for row in self.known:
-            self.tell(row=row | self._predicted(found, machine, row["mode"], row["batch"]))
+        """Measure row by row."""
+        self._warm_up()
         for mode, size in self.rows:
-            row = {"model": self.name, "mode": mode, "batch": size, "profile_seconds": took}
-            row |= self._predicted(found, machine, mode, size)
-            try:
-                row |= self._measured(mode, size)
-            except torch.cuda.OutOfMemoryError:
-                row["error"] = "out of memory"
-            except Exception as error:  # a model that does not train or compile here; the others go on
-                row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
+            row: dict[str, Any] = {"model": self.name, "mode": mode, "batch": size}
+            for attempt in range(3):
+                try:
+                    row |= self._measured(mode, size)
+                    break
+                except torch.cuda.OutOfMemoryError:  # the others may hold less a little later
+                    if attempt == 2:
+                        row["error"] = "out of memory"
+                except Exception as error:  # a model that does not train or compile here; the others go on
+                    row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
+                    break
+                self._free()
             self.tell(row=row)
             torch._dynamo.reset()
-            gc.collect()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            self._free()
 
-    def _predicted(self, found: ModelProfile, machine: MachineProfile, mode: str, size: int) -> dict[str, Any]:
-        works = found.work.get(ARITHMETIC + (FUSED if mode == "compiled" else ""), ())
-        how: How = "compiled" if mode == "compiled" else "eager"
-        return {
-            "predicted_seconds": predicted_seconds(found, machine, mode, size),
-            "predicted_bytes": predicted_bytes(found, mode, size),
-            "predicted_kinds": dict(list(seconds_by_kind(works, size, machine, how).items())[:8]),
-            "notes": list(found.notes),
-        }
+    def _warm_up(self) -> None:
+        """Load the libraries of the device with the smallest batch; what does not train is said row by row."""
+        with contextlib.suppress(Exception):
+            model = make_model(self.name, self.is_tiny).to(self.device)
+            batch = make_batch(self.name, min(sizes_of(self.name, self.is_tiny)), self.is_tiny)
+            with torch.autocast(self.device.type, torch.bfloat16):
+                loss = loss_func(batch, _CALL(model, {key: value.to(self.device) for key, value in batch.items()}))
+            loss.backward()
+        self._free()
 
-    def _left(self) -> float:
-        return self.end - time.monotonic()
+    def _free(self) -> None:
+        """Give memory back to the device."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _measured(self, mode: str, size: int) -> dict[str, Any]:
         device, is_gpu = self.device, self.device.type == "cuda"
@@ -388,14 +403,18 @@ class Worker:
             self._wait()
             return (time.perf_counter() - begin) / count
 
-        first = steps(1)
-        steps(1)
+        first = 0.0
+        if mode == "compiled":
+            first = steps(1)
+            steps(1)
+            self._free()  # others need it for their first steps
         self._take_turn()
         try:
-            once = steps(2)
+            steps(2)
+            once = steps(1)
             if is_gpu:
                 torch.cuda.reset_peak_memory_stats()
-            count, times, end = int(min(max(0.1 / once, 3), 30)), [], time.perf_counter() + 0.6
+            count, times, end = int(min(max(0.1 / once, 1), 30)), [], time.perf_counter() + 0.4
             while len(times) < 3 or time.perf_counter() < end:
                 times.append(steps(count))
             found: dict[str, Any] = {  # the table holds shortest times too: a busy machine only ever adds
@@ -459,15 +478,6 @@ def _probe(device: torch.device) -> float:
     return (time.perf_counter() - begin) / 200
 
 
-def _plain(found: ModelProfile) -> dict[str, Any]:
-    kept = {key: value for key, value in asdict(found).items() if key not in ("work", "units")}
-    work = {
-        name: [[w.key, w.dtype, w.phase, int(w.in_block), w.count, w.flops, w.moved, w.dims] for w in works]
-        for name, works in found.work.items()
-    }
-    return {**kept, "work": work, "operations": [unit.operations for unit in found.units]}
-
-
 # The parent.
 
 
@@ -501,20 +511,23 @@ class Parent:
         self.turn: Child | None = None
         self.folder = Path(tempfile.mkdtemp(prefix="step-prediction-"))
         self.held: dict[str, Any] = {"environment": environment(), "tiny": chosen.tiny, "rows": self.rows}
-        if path.is_file() and chosen.resume:
+        if path.is_file() and (chosen.resume or chosen.only == "predict"):
             before = json.loads(path.read_text())
             self.rows.extend(before["rows"])
-            self.held["earlier"] = [*before.get("earlier", []), before["environment"]]
+            if chosen.only == "predict":
+                self.held |= {key: before[key] for key in ("environment", "earlier", "note") if key in before}
+            else:
+                self.held["earlier"] = [*before.get("earlier", []), before["environment"]]
 
-    def run(self) -> list[dict[str, Any]]:
-        """Measure what is asked for and not known."""
-        machine = profile_machine(torch.device(self.device), time_limit=min(80.0, self.chosen.limit / 5))
+    def measure(self) -> list[dict[str, Any]]:
+        """Measure what is asked for and not known, the machine's table first."""
+        machine = profile_machine(torch.device(self.device), time_limit=min(80.0, self.chosen.limit / 3))
         print(
             f"{machine.device}: table of {0 if machine.times is None else len(machine.times.grids)} kinds", flush=True
         )
-        self.dump("machine", asdict(machine))
+        write_machine(machine_file(self.path), machine)
         todo = sorted(((name, self._rows_of(name)) for name in self.chosen.models), key=lambda one: -len(one[1]))
-        slots = self.chosen.workers or (1 if self.device == "cpu" else 8)
+        slots = self.chosen.workers or (1 if self.device == "cpu" else usable_cpus() + 4)
         while (todo or self.children) and time.monotonic() < self.end:
             while todo and len(self.children) < slots and self.turn is None:
                 self._start(*todo.pop(0))
@@ -524,6 +537,20 @@ class Parent:
         for name, _ in todo:
             print(f"{name}: no time left", flush=True)
         shutil.rmtree(self.folder, ignore_errors=True)
+        return self.rows
+
+    def predict(self) -> list[dict[str, Any]]:
+        """Predict all rows that were measured, with the machine's table next to them."""
+        machine = read_machine(machine_file(self.path))
+        if machine is None:
+            raise SystemExit(f"{machine_file(self.path)} holds no table of this version: measure first, on the device.")
+        for name in self.chosen.models:
+            rows = [row for row in self.rows if row["model"] == name]
+            modes = {row["mode"] for row in rows}
+            if rows:
+                found = profile(name, self.chosen.tiny, compiled="compiled" in modes, limit=self.chosen.model_limit)
+            for row in rows:
+                self._keep({**row, **predictions(found, machine, row["mode"], row["batch"])})
         return self.rows
 
     def _rows_of(self, name: str) -> list[tuple[str, int]]:
@@ -541,9 +568,7 @@ class Parent:
             "tiny": self.chosen.tiny,
             "device": self.device,
             "rows": rows,
-            "seconds": seconds,
             "dump": bool(self.chosen.dump),
-            "known": [row for row in self.rows if row["model"] == name and "seconds" in row],
         }
         command = [sys.executable, "-m", "benchmarks.step_prediction", "--worker", json.dumps(asked)]
         log = self.folder / f"{name}.log"
@@ -607,7 +632,7 @@ class Parent:
         for other in self.children:
             if other is not child:
                 _signal(other, signal.SIGSTOP)
-        time.sleep(0.1)  # what they have put into the device's queue ends
+        time.sleep(0.05)  # what they have put into the device's queue ends
         assert child.process.stdin is not None
         with contextlib.suppress(OSError):
             child.process.stdin.write("go\n")
@@ -670,8 +695,8 @@ def shown(row: Mapping[str, Any]) -> str:
         return "      -" if not predicted or not measured else f"{predicted / measured:7.3f}"
 
     start = f"{row['model']:13}{row['mode']:9}{row['batch']:5}"
-    times = f"{number(row['predicted_seconds'], 1e3)}{number(row.get('seconds'), 1e3)}{ratio('seconds')}"
-    memory = f"{number(row['predicted_bytes'], 1 / _GIB)}{number(row.get('bytes'), 1 / _GIB)}{ratio('bytes')}"
+    times = f"{number(row.get('predicted_seconds'), 1e3)}{number(row.get('seconds'), 1e3)}{ratio('seconds')}"
+    memory = f"{number(row.get('predicted_bytes'), 1 / _GIB)}{number(row.get('bytes'), 1 / _GIB)}{ratio('bytes')}"
     return f"{start} {times} {memory}" + (f"  {row['error']}" if "error" in row else "")
 
 
@@ -700,9 +725,12 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--modes", default=",".join(MODES), help="eager, compiled, or both")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for everything")
     parser.add_argument("--model-limit", type=float, default=400.0, help="seconds for one model")
-    parser.add_argument("--workers", type=int, help="processes at a time; on an accelerator 5, else 1")
+    parser.add_argument(
+        "--workers", type=int, help="processes at a time; on an accelerator a few more than CPUs, else 1"
+    )
     parser.add_argument("--resume", metavar="FILE", help="go on with this file, and write to it")
-    parser.add_argument("--dump", metavar="FOLDER", help="also write tables, operators and profiles there")
+    parser.add_argument("--only", choices=("measure", "predict"), help="one of the two; predictions need no device")
+    parser.add_argument("--dump", metavar="FOLDER", help="also write there what torch's profiler saw")
     parser.add_argument("--tiny", action="store_true", help="small versions of all models")
     parser.add_argument("--cpu", action="store_true", help="use the CPU even where there is an accelerator")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -726,7 +754,10 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     )
     times = f"{'predicted':>9}{'measured':>9}{'ratio':>7}"
     print(f"{'model':13}{'mode':9}{'batch':>5} {times} {times}   ms, GiB")
-    rows = Parent(chosen, path).run()
+    parent = Parent(chosen, path)
+    if chosen.only != "predict":
+        parent.measure()
+    rows = parent.rows if chosen.only == "measure" else parent.predict()
     for name, numbers in summary(rows).items():
         print(f"{name}: " + ", ".join(f"{key} {value:.3g}" for key, value in numbers.items()))
     return rows

@@ -17,6 +17,7 @@ from drivetrain.core.errors import StopTrainingError, UnsupportedMethodError
 from drivetrain.optim import ConstantLr
 from drivetrain.runtime.launch import launch
 from drivetrain.train.callbacks import TerminateOnNaNCallback, TrainerCallback
+from drivetrain.train.joint_step import JointForm
 from drivetrain.train.trainer import Trainer
 from tests.train.tasks import Lines, Losses, make_data, make_model, train, weights
 from tests.train.test_distributed import run_global
@@ -157,6 +158,20 @@ def test_losses_of_recorded_models_are_those_of_a_plain_loop(mode):
     x, y = (tensor.cuda() for tensor in data.tensors)
     assert history.get_latest_metric("eval_loss_epoch") == pytest.approx(reference(x, y)["loss"].item(), rel=1e-4)
     torch.testing.assert_close(weights(model), weights(reference), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 2}, {"microbatch_size": 4}])
+@pytest.mark.filterwarnings("ignore")
+def test_one_compiled_graph_of_model_and_loss_trains_as_a_plain_loop(settings):
+    torch._dynamo.reset()
+    data, model, reference = make_data(64, dtype=DOUBLE), make_model(dtype=DOUBLE), make_model(dtype=DOUBLE).cuda()
+    optimizer, plan = torch.optim.SGD(model.parameters(), lr=0.1), [("native_dynamo", {"scope": "model"})]
+    trainer = Trainer(model, nn.CrossEntropyLoss(), optimizer, callbacks=(), strategy=plan)
+    train(trainer, data, eval_dataset=data, **settings)
+    assert isinstance(trainer.run.loss.form, JointForm)
+    accumulation = settings.get("gradient_accumulation_steps", 1)
+    plain_loop(reference, torch.optim.SGD(reference.parameters(), lr=0.1), data, accumulation)
+    torch.testing.assert_close(weights(model), weights(reference))
 
 
 @pytest.mark.parametrize("settings", [{"gradient_accumulation_steps": 2}, {"microbatch_size": 4}])

@@ -512,7 +512,9 @@ def test_the_benchmark_counts_errors_and_knows_what_is_left(tmp_path):
     assert "gpt2" in bench.shown(rows[0]) and len(bench.SUBJECTS) == 20
     path = tmp_path / "found.json"
     path.write_text(json.dumps({"environment": {}, "rows": rows[:2]}))
-    chosen = argparse.Namespace(resume=str(path), limit=1.0, tiny=False, cpu=True, modes=["eager"], dump=None)
+    chosen = argparse.Namespace(
+        resume=str(path), only=None, limit=1.0, tiny=False, cpu=True, modes=["eager"], dump=None
+    )
     assert bench.Parent(chosen, path)._rows_of("gpt2") == [("eager", 32)]
 
 
