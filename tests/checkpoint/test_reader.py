@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from drivetrain.checkpoint import writer
+from drivetrain.checkpoint import layout, writer
 from drivetrain.checkpoint.chaos import DAMAGES, damage
 from drivetrain.checkpoint.checkpointer import Checkpointer
 from drivetrain.checkpoint.layout import FileEntry, Manifest, problem_with, read_manifest
@@ -222,6 +222,21 @@ def test_a_newer_format_is_refused_with_both_versions(three):
     content = json.loads((three[2] / "manifest.json").read_text())
     (three[2] / "manifest.json").write_text(json.dumps(content | {"version": 2}))
     assert "format version 2" in problem_with(three[2])
+
+
+def test_a_checkpoint_that_is_away_for_a_moment_while_it_is_listed_is_found(three, monkeypatch, caplog):
+    """A save without an exchange of names moves the old folder aside; the new one is there before the reader looks again."""
+    real, misses = layout.read_manifest, [three[2]]
+
+    def read_manifest(folder: Path) -> Manifest:
+        if folder in misses:
+            misses.remove(folder)
+            raise CheckpointError("manifest.json is missing")
+        return real(folder)
+
+    monkeypatch.setattr(layout, "read_manifest", read_manifest)
+    assert load_checkpoint(three[2].parent)["n"] == 2
+    assert not misses and caplog.text == ""
 
 
 READS = """

@@ -218,7 +218,8 @@ def _newest_first(directory: Path) -> tuple[list[tuple[str, int]], list[tuple[st
             try:
                 order.append((layout.read_manifest(folder).sequence, not folder.name.startswith("."), folder.name))
             except CheckpointError as error:
-                is_changed = is_changed or not folder.is_dir()  # it was there a moment ago
+                # It was there a moment ago, or is there again: a save is replacing it.
+                is_changed = is_changed or not folder.is_dir() or _sequence(folder) is not None
                 broken.append((folder.name, str(error)))
         if not is_changed:
             return [(name, sequence) for sequence, _, name in sorted(order, reverse=True)], broken
