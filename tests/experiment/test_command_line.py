@@ -1,5 +1,6 @@
 """Command lines: what they mean, how help looks, and how mistakes are explained."""
 
+import os
 import subprocess
 import sys
 
@@ -190,6 +191,35 @@ def test_print_params_shows_every_value_with_its_origin(capsys):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert stop.value.code == 0 and ["n", "4", "cli"] in lines and ["name", "'x'", "default"] in lines
     assert train.cli(["--print-params"], exit_on_error=False) is None
+
+
+def test_a_reader_that_closes_the_pipe_ends_help_without_a_traceback(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from drivetrain.experiment import experiment\nexperiment(name='x')(lambda a=1: a).cli(['--help'])\n"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, str(script)], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_program_started_as_a_module_is_named_as_one(tmp_path):
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "fit.py").write_text(
+        "from drivetrain.experiment import experiment\nexperiment(name='x')(lambda a=1: a).cli(['--help'])\n"
+    )
+    done = subprocess.run([sys.executable, "-m", "tools.fit"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("Usage: python -m tools.fit "), done.stderr
+
+
+def test_a_tilde_that_the_shell_has_left_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "given.yaml").write_text("n: 4\n")
+    values = train.resolve({"output_dir": "~/runs", "params_file": "~/given.yaml", "checkpoint": "~/c"}).values
+    assert (values["output_dir"], values["n"], values["checkpoint"]) == (f"{tmp_path}/runs", 4, tmp_path / "c")
 
 
 def test_a_parameter_called_force_takes_the_word_over(tmp_path):

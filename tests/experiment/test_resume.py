@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from typing import Annotated
 
 import pytest
@@ -56,6 +57,12 @@ def stopped(tmp_path, monkeypatch):
     monkeypatch.setitem(STOP_AT, "step", None)
     (record,) = find_runs(tmp_path)
     return record
+
+
+@dataclass(frozen=True)
+class Decay:
+    steps: int
+    kind: str = "cosine"
 
 
 @pytest.fixture
@@ -313,3 +320,37 @@ def test_an_id_of_several_runs_is_named_with_them(tmp_path):
         experiment_named("twice", lambda: None).run(output_dir=str(tmp_path), run_name=name)
     with pytest.raises(ResumeError, match="base names 2 runs.*base-1, .*base-2"):
         experiment_named("twice", lambda: None).run(output_dir=str(tmp_path), resume="base")
+
+
+def test_a_value_that_was_none_stays_none_when_the_program_has_another_default(tmp_path):
+    def first(limit: int | None = None):
+        raise RuntimeError("stopped")
+
+    def second(limit: int | None = 5):
+        return limit
+
+    second.__qualname__ = first.__qualname__
+    with pytest.raises(RuntimeError):
+        experiment_named("limited", first).run(output_dir=str(tmp_path), run_name="a")
+    assert experiment_named("limited", second).resume(tmp_path / "limited" / "a") is None
+
+
+def test_a_dataclass_that_was_none_is_none_in_the_resumed_run(tmp_path):
+    fails = {"yes": True}
+
+    def function(decay: Decay | None = None):
+        if fails.pop("yes", False):
+            raise RuntimeError("stopped")
+        return decay
+
+    made = experiment_named("decays", function)
+    with pytest.raises(RuntimeError):
+        made.run(output_dir=str(tmp_path), run_name="a")
+    assert made.resume(tmp_path / "decays" / "a") is None
+    assert made.resume(tmp_path / "decays" / "a", {"decay.steps": 2}, force=True) == Decay(2)
+
+
+def test_a_checkpoint_that_does_not_exist_prevents_the_run(tmp_path):
+    with pytest.raises(ParameterError, match="none.pt does not exist"):
+        learn.run(output_dir=str(tmp_path / "runs"), checkpoint=tmp_path / "none.pt")
+    assert not (tmp_path / "runs").exists()

@@ -297,3 +297,51 @@ def test_a_run_that_changes_its_default_changes_no_other_run(tmp_path):
 
     made = experiment(function)
     assert [made.run(output_dir=str(tmp_path)) for _ in range(2)] == [{"sizes": [1, 2]}] * 2
+
+
+@dataclass(frozen=True)
+class Decay:
+    steps: int
+    kind: str = "cosine"
+
+
+def test_a_dataclass_that_may_be_none_needs_no_field_until_one_is_given(tmp_path):
+    @experiment
+    def train(decay: Decay | None = None):
+        return decay
+
+    assert train.run(output_dir=str(tmp_path)) is None
+    assert train.run({"decay.steps": 3}, output_dir=str(tmp_path)) == Decay(3)
+    with pytest.raises(ParameterError, match="'decay.steps' is required"):
+        train.run({"decay.kind": "linear"}, output_dir=str(tmp_path))
+    assert "required if there is decay" in " ".join(train.help().split())
+
+
+def test_a_dataclass_that_is_none_is_none_again_when_its_parameters_are_fed_back(tmp_path):
+    @experiment
+    def train(schedule: Schedule | None = None):
+        return schedule
+
+    assert train.run(output_dir=str(tmp_path), run_name="first") is None
+    record = tmp_path / "train" / "first" / "parameters.yaml"
+    assert train.run(params_file=record, output_dir=str(tmp_path)) is None
+
+
+@dataclass(frozen=True)
+class Momentum(Schedule):
+    momentum: float = 0.9
+
+
+@dataclass(frozen=True)
+class Training:
+    schedule: Schedule = field(default_factory=lambda: Momentum(warmup=3))
+
+
+def test_a_default_of_a_derived_dataclass_keeps_its_class_and_its_fields(tmp_path):
+    @experiment
+    def train(training: Training, other: Schedule = Momentum(momentum=0.5)):
+        return training.schedule, other
+
+    assert train.run(output_dir=str(tmp_path)) == (Momentum(warmup=3), Momentum(momentum=0.5))
+    changed = train.run({"other.momentum": 0.1, "training.schedule.warmup": 1}, output_dir=str(tmp_path))
+    assert changed == (Momentum(warmup=1), Momentum(momentum=0.1))

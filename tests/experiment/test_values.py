@@ -2,11 +2,12 @@
 
 import enum
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from drivetrain.core.errors import ParameterError
 from drivetrain.experiment import Parameter
@@ -25,6 +26,29 @@ class Swapped(enum.Enum):
 
 def read(kind, value, is_text=True):
     return annotated_type(kind).read(value, is_text)
+
+
+class Numbered(enum.IntEnum):
+    one = 1
+    two = 2
+
+
+class Access(enum.Flag):
+    READ = 1
+    WRITE = 2
+
+
+class Point(BaseModel):
+    x: int = 0
+
+
+class Loose(BaseModel, extra="allow"):
+    x: int = 0
+
+
+@dataclass
+class Mapped:
+    width: int = 1
 
 
 @pytest.mark.parametrize(
@@ -63,6 +87,10 @@ def read(kind, value, is_text=True):
         (dict[Colour, int], '{"GREEN": 1}', {Colour.GREEN: 1}),
         (dict[str, int | None], '{"a": null, "b": "1e3"}', {"a": None, "b": 1000}),
         (Annotated[int, Field(gt=0)], "1e3", 1000),
+        (Numbered, "2", Numbered.two),
+        (list[Numbered], '["1"]', [Numbered.one]),
+        (Access, "READ|write", Access.READ | Access.WRITE),
+        (Access, Access.READ | Access.WRITE, Access.READ | Access.WRITE),
     ],
 )
 def test_values_are_read_in_their_type(kind, given, expected):
@@ -97,6 +125,9 @@ def test_values_are_read_in_their_type(kind, given, expected):
         (Annotated[int, Field(gt=0)], "-1"),
         (Annotated[int | None, Field(gt=0)], "0"),
         (dict[str, int | None], '{"a": true}'),
+        (Access, "READ|run"),
+        (Point, '{"x": 1, "z": 2}'),
+        (list[Mapped], '[{"width": 1}, {"wdith": 2}]'),
     ],
 )
 def test_values_of_another_type_are_refused(kind, given):
@@ -152,3 +183,11 @@ def test_multiple_reads_every_item():
 @pytest.mark.parametrize("given", [{1, 2}, frozenset({1, 2}), (1, 2), range(1, 3), deque([1, 2])])
 def test_multiple_takes_any_container_of_items(given):
     assert Parameter("xs", type=int, multiple=True).read(given, is_text=False, where="run") == [1, 2]
+
+
+def test_a_model_that_allows_unknown_keys_gets_them():
+    assert read(Loose, '{"x": 1, "z": 2}').model_extra == {"z": 2}
+
+
+def test_help_names_the_members_of_a_union():
+    assert annotated_type(int | str | None).word == "INT|TEXT"

@@ -6,13 +6,14 @@ valid option.
 
 import argparse
 import codecs
-import os.path
+import os
 import re
 import shutil
 import sys
 import textwrap
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from drivetrain.core.types import Settings
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from drivetrain.experiment.resolve import Given
 
 BAD_INPUT = 2
+STDOUT = 1
 NUMBER = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
 CLI = "cli"
 POSITIONAL = "values follow their option, as in --lr 0.1 or lr=0.1."
@@ -53,6 +55,18 @@ def print_any_text() -> None:
         is_narrow = errors == "surrogateescape" and codecs.lookup(stream.encoding).name != "utf-8"  # the locale C
         if (errors == "strict" or is_narrow) and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors=REPLACED)
+
+
+@contextmanager
+def closed_pipe_ends_quietly() -> Iterator[None]:
+    """End the block where the reader of the output has what it wanted, as in `drivetrain ls | head`."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # for what Python still flushes when it ends
 
 
 class VerbArgument(NamedTuple):
@@ -249,7 +263,9 @@ def experiment_parser(
 def _help_text(parameter: "Parameter") -> str:
     default = parameter.describe_default()
     notes = [] if default is None else [f"default: {default}"]
-    notes += ["required"] if parameter.required and default is None else []
+    if parameter.required and default is None:
+        around = parameter.optional_within[-1:]
+        notes += [f"required if there is {around[0]}" if around else "required"]
     notes += [f"or ${parameter.envvar}"] if parameter.envvar else []
     return " ".join(filter(None, (parameter.help, f"({'; '.join(notes)})" if notes else "")))
 
@@ -311,6 +327,9 @@ def usage_line(program: str) -> str:
 
 def program_name() -> str:
     """Return how this program was started, as usage prints it."""
+    spec = sys.modules["__main__"].__spec__
+    if spec is not None:  # python -m
+        return f"python -m {spec.name.removesuffix('.__main__')}"
     name = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] not in ("", "-c") else "experiment"
     return f"python {name}" if name.endswith(".py") else name
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 from drivetrain.core.errors import DrivetrainError, ParameterError, nearest_name
 from drivetrain.experiment.command_line import (
     BAD_INPUT,
+    closed_pipe_ends_quietly,
     experiment_parser,
     group_help,
     params_table,
@@ -188,14 +189,13 @@ class Experiment(_WithParameters):
     def _read_command(self, argv: Sequence[str], program: str) -> tuple[Resolved, bool] | None:
         """Return the values of a command line and whether it forces a resume; None if it asked for text, which is printed."""
         command = parse(argv, self.parameters)
-        if command.wants_help:
-            print(self.help(program))
-            return None
-        resolved = resolve(self.parameters, command.given, self.defaults)
-        if command.prints_params:
-            print(params_table(resolved.shown(), resolved.origins))
-            return None
-        return resolved, command.force
+        if not command.wants_help:
+            resolved = resolve(self.parameters, command.given, self.defaults)
+            if not command.prints_params:
+                return resolved, command.force
+        with closed_pipe_ends_quietly():
+            print(self.help(program) if command.wants_help else params_table(resolved.shown(), resolved.origins))
+        return None
 
     def help(self, program: str | None = None) -> str:
         """Return the help text."""
@@ -271,7 +271,8 @@ class ExperimentGroup(_WithParameters):
         print_any_text()
         arguments = [str(word) for word in (sys.argv[1:] if argv is None else argv)]
         if arguments and arguments[0] in ("-h", "--help"):
-            print(self.help(program))
+            with closed_pipe_ends_quietly():
+                print(self.help(program))
             if exit_on_error:
                 raise SystemExit(0)
             return None

@@ -13,7 +13,15 @@ from typing import Any
 from drivetrain.core.errors import ParameterError
 from drivetrain.core.plain import plain
 from drivetrain.core.secret import MASK, Secret, hide, is_secret_value, looks_secret, texts_of
-from drivetrain.experiment.values import BadValue, choice_of, declared_type, is_secret_type, wraps_secret
+from drivetrain.experiment.values import (
+    BadValue,
+    choice_of,
+    declared_type,
+    is_secret_type,
+    read_path,
+    read_str,
+    wraps_secret,
+)
 
 SECRET_VARIABLE = "DRIVETRAIN_SECRET_"
 """With the name of a secret parameter in capitals: the environment variable it may come from."""
@@ -86,6 +94,8 @@ class Parameter:
         """One of the parameters that every experiment has."""
         self.from_signature = False
         """Declared by the function's signature; an explicit declaration of the name may replace it."""
+        self.optional_within: list[str] = []
+        """The dataclasses around this field that are None until one of their fields is given."""
 
     @property
     def is_secret(self) -> bool:
@@ -296,6 +306,16 @@ def process_count(value: Any) -> int | str:
     return int(value)
 
 
+def folder(value: Any) -> str:
+    """Read the name of a folder; `~` is the home folder, because shells leave it in `--output-dir=~/runs`."""
+    return os.path.expanduser(read_str(value))
+
+
+def path(value: Any) -> Path:
+    """Read a path in which `~` is the home folder."""
+    return Path(os.path.expanduser(read_path(value)))
+
+
 def wants_cpu(values: Mapping[str, object]) -> bool:
     """Return whether a run with these values uses only the CPU, even if there are other devices."""
     device = values["device"]
@@ -305,13 +325,13 @@ def wants_cpu(values: Mapping[str, object]) -> bool:
 def standard_parameters() -> list[Parameter]:
     """Return new standard parameters, in the order help prints them."""
     return [
-        Parameter("output_dir", str, "./output", help="Where to create run folders."),
+        Parameter("output_dir", folder, "./output", help="Where to create run folders."),
         Parameter(
             "run_name", str, None, help="Name of the run folder; None: time and a random suffix.", allow_from_file=False
         ),
         Parameter(
             "params_file",
-            Path,
+            path,
             None,
             help="Read parameters from a YAML or JSON file, such as the parameters.yaml of an earlier run. Options on "
             "the command line override it. May be repeated; later files override earlier ones.",
@@ -325,7 +345,7 @@ def standard_parameters() -> list[Parameter]:
             default_help="random 32 bits",
         ),
         Parameter("debug", is_flag=True, help="Log debug messages too."),
-        Parameter("checkpoint", Path, None, help="Start a new run from the state in this checkpoint."),
+        Parameter("checkpoint", path, None, help="Start a new run from the state in this checkpoint."),
         Parameter(
             "resume",
             str,

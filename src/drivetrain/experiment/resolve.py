@@ -120,19 +120,32 @@ def resolve(
     given = {name: _first_given(name, parameters[name], sources) for name in parameters}
     values = _Values(parameters, given)
     resolved.origins |= {name: entry.origin if entry else "default" for name, entry in given.items()}
-    resolved.values |= {name: values.read(name) for name in parameters}
+    absent = _absent(parameters, resolved)
+    resolved.values |= {name: None if name in absent else values.read(name) for name in parameters}
     if resolved.values.get("resume") in (None, NEVER, AUTO):  # else the run that is continued has values of its own
-        check_required(parameters, resolved.values)
+        check_required(parameters, resolved)
     for name, parameter in parameters.items():
         if parameter.behaviour is not None and resolved.is_declared(name) and hasattr(parameter.behaviour, "on_value"):
             parameter.behaviour.on_value(parameter, resolved.values[name], resolved.values)
     return resolved
 
 
-def check_required(parameters: ParameterSet, values: Mapping[str, object]) -> None:
+def _absent(parameters: ParameterSet, resolved: Resolved) -> frozenset[str]:
+    """Return the fields of dataclasses that are None because none of their fields was given."""
+    declared = [name for name in parameters if resolved.is_declared(name)]
+    return frozenset(
+        name
+        for name, parameter in parameters.items()
+        for around in parameter.optional_within
+        if not any(other.startswith(f"{around}.") for other in declared)
+    )
+
+
+def check_required(parameters: ParameterSet, resolved: Resolved) -> None:
     """Raise for a required parameter without a value."""
+    absent = _absent(parameters, resolved)
     for name, parameter in parameters.items():
-        if parameter.required and values[name] is None:
+        if parameter.required and resolved.values[name] is None and name not in absent:
             raise ParameterError(
                 f"the parameter {name!r} is required. Give {parameter.flag} on the command line, or {name}=..."
             )
@@ -232,7 +245,11 @@ def _from_files(parameters: ParameterSet, explicit: Mapping[str, Given]) -> dict
     for path in files if isinstance(files, list | tuple) else [files]:
         if not isinstance(path, str | Path):
             raise ParameterError(f"{PARAMS_FILE}: expected the path of a YAML or JSON file, got {path!r}.")
-        found |= {name: entry for name, entry in reader.read(Path(path)).items() if entry.value is not None}
+        found |= {
+            name: entry
+            for name, entry in reader.read(Path(os.path.expanduser(path))).items()
+            if entry.value is not None
+        }
     for name in choices:
         if name not in reader.used:
             raise ParameterError(

@@ -59,11 +59,11 @@ def choose_run_start(
 ) -> RunStart:
     """Decide how a run begins; `resolved` takes over what the continued run knows better."""
     parameters = experiment.parameters
-    wanted = str(resolved.values["resume"])
+    wanted = os.path.expanduser(str(resolved.values["resume"]))
     if restarted and wanted == NEVER:
         wanted = AUTO
     if wanted == NEVER:
-        return RunStart()
+        return _new_run(resolved)
     if wanted != AUTO:
         return _continue_path(Path(wanted), resolved, parameters, force)
     place = Path(resolved.values["output_dir"]).resolve() / experiment.name
@@ -78,8 +78,17 @@ def choose_run_start(
     unfinished = [record for record in same if not record.has_ended]
     if not same:
         note = f"resume: no earlier run of {experiment.name!r} with these parameters in {place}; starting a new one."
-        return RunStart(notes=[note])
+        return _new_run(resolved, note)
     return continue_run((unfinished or same)[-1], resolved, parameters, force=force)
+
+
+def _new_run(resolved: Resolved, *notes: str) -> RunStart:
+    checkpoint = resolved.values["checkpoint"]
+    if checkpoint is not None and not checkpoint.exists():
+        raise ParameterError(
+            f"checkpoint: {checkpoint} does not exist. Give a checkpoint, or --resume to continue a run."
+        )
+    return RunStart(notes=list(notes))
 
 
 def look_ahead(experiment: "Experiment", resolved: Resolved, *, force: bool) -> RunStart:
@@ -153,7 +162,9 @@ def continue_run(record: RunRecord, resolved: Resolved, parameters: ParameterSet
                 resolved.values[name] = parameter.read(stored, is_text=False, where="parameters.yaml")
             except ParameterError as error:
                 raise ResumeError(f"the run's own parameters cannot be read: {error}") from error
-    check_required(parameters, resolved.values)
+        elif not (parameter.is_secret or parameter.optional_within):  # those are stored as None without being it
+            resolved.values[name] = None
+    check_required(parameters, resolved)
     if differing and not force:
         raise ResumeError(
             f"the run {record.folder} was started with other parameters, so it cannot be resumed:\n  "

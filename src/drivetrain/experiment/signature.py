@@ -117,9 +117,14 @@ class CallSignature:
             extra = next((entry for entry in extras if isinstance(entry, Param)), extra)
             constraints = [entry for entry in extras if not isinstance(entry, Param | str)]
         kind = type(default) if annotation is MISSING else without_none(annotation)
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(default, kind):
+            kind = type(default)  # it may have more fields than the class that is annotated
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
             self.nested[name] = (kind, default)
+            before = len(self.parameters)
             self._declare_fields(name, kind, default)
+            for parameter in self.parameters[before:] if default is None else []:
+                parameter.optional_within.append(name)
             return
         if annotation is MISSING and default is MISSING:
             raise ParameterError(

@@ -145,7 +145,7 @@ def choice_of(values: Sequence[object]) -> ValueType:
 
     def convert(value: object) -> Any:
         # The name of a member before the value of another: files hold names.
-        for spellings in (values, words, contents):
+        for spellings in (values, words, contents, [str(content) for content in contents]):
             for candidate, own in zip(values, spellings, strict=True):
                 if type(own) is type(value) and own == value:
                     return candidate
@@ -158,6 +158,19 @@ def choice_of(values: Sequence[object]) -> ValueType:
         raise BadValue(f"expected one of {', '.join(words)}{hint}")
 
     return ValueType(convert, "{" + ",".join(words) + "}")
+
+
+def _flags_of(kind: type[enum.Flag]) -> ValueType:
+    """Return the type of flags, which combine: `READ|WRITE`."""
+    one = choice_of(list(kind))
+
+    def convert(value: object) -> enum.Flag:
+        if isinstance(value, kind):
+            return value
+        words = value.split("|") if isinstance(value, str) else [value]
+        return functools.reduce(operator.or_, map(one.convert, words))
+
+    return ValueType(convert, one.word)
 
 
 def _word_of(value: object) -> str:
@@ -204,7 +217,7 @@ def annotated_type(annotation: object) -> ValueType:
     if origin is Literal:
         return choice_of(typing.get_args(annotation))
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
-        return choice_of(list(annotation))
+        return _flags_of(annotation) if issubclass(annotation, enum.Flag) else choice_of(list(annotation))
     value = without_none(annotation)
     if value is annotation:
         return adapted_type(annotation)
@@ -244,7 +257,12 @@ def adapted_type(annotation: object) -> ValueType:
             form = ", written as JSON" if isinstance(value, str) and origin in CONTAINERS else ""
             raise BadValue(f"expected {name}{form}: {'; '.join(reasons)}") from None
 
-    word = annotated_type(shown).word if shown is not annotation else getattr(shown, "__name__", "value").upper()
+    if shown is not annotation:
+        word = annotated_type(shown).word
+    elif origin in UNIONS:
+        word = "|".join(annotated_type(kind).word for kind in typing.get_args(shown) if kind is not type(None))
+    else:
+        word = getattr(shown, "__name__", "value").upper()
     return ValueType(convert, word, takes_json=True, is_union=origin in UNIONS)
 
 
@@ -277,5 +295,8 @@ def _adapter(annotation: object) -> tuple[Callable[[Any], Any], type[Exception]]
         except PydanticUserError:
             adapter = TypeAdapter(ruled)
     except PydanticUserError as error:
-        raise BadValue(f"expected a type that pydantic can read: {error.message}") from None
-    return adapter.validate_python, ValidationError
+        raise BadValue(f"expected a type that pydantic can read: {error.message.rstrip('.')}") from None
+    # Models ignore unknown keys unless one of them declares otherwise; here a misspelled key is an error.
+    declares_extra = "extra_fields_behavior" in str(adapter.core_schema)
+    extra: Any = None if declares_extra else "forbid"
+    return functools.partial(adapter.validate_python, extra=extra), ValidationError

@@ -7,11 +7,17 @@ is pressed.
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
-from drivetrain.experiment.command_line import BAD_INPUT, Parser, argument, print_any_text, print_error
+from drivetrain.experiment.command_line import (
+    BAD_INPUT,
+    Parser,
+    argument,
+    closed_pipe_ends_quietly,
+    print_any_text,
+    print_error,
+)
 
 VERBS = {
     "run": ("run", "run an experiment"),
@@ -35,7 +41,6 @@ The function returns the exit status; None is 0.
 """
 
 FAILED, INTERRUPTED = 1, 130
-STDOUT = 1
 
 
 def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
@@ -59,14 +64,9 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
 def run_command(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit status."""
     print_any_text()
-    try:
-        try:
-            return _run_verb([str(word) for word in (sys.argv[1:] if argv is None else argv)])
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # `drivetrain ls | head`: the reader has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # for what Python still flushes when it ends
-        return 0
+    with closed_pipe_ends_quietly():
+        return _run_verb([str(word) for word in (sys.argv[1:] if argv is None else argv)])
+    return 0
 
 
 def _run_verb(words: list[str]) -> int:
@@ -79,7 +79,11 @@ def _run_verb(words: list[str]) -> int:
     arguments, unknown = build_parser(chosen).parse_known_args(words)
     unknown = arguments.parser.take_late(arguments, unknown)
     if unknown:
-        arguments.parser.error(f"{unknown[0]} is not a known argument{arguments.parser.hint(unknown[0])}")
+        is_option = unknown[0].startswith("-")
+        problem = (
+            f"is not a known argument{arguments.parser.hint(unknown[0])}" if is_option else "is one argument too many."
+        )
+        arguments.parser.error(f"{unknown[0]} {problem}")
     from drivetrain.core.errors import DrivetrainError
 
     try:
