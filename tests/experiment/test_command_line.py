@@ -66,6 +66,8 @@ def values(*argv):
         (["shuffle=false"], "shuffle", False),
         (["xs=1,-2", "n=4"], "xs", [1, -2]),
         (["xs=1,-2", "n=4"], "n", 4),
+        (["xs=[1,-2]"], "xs", [1, -2]),
+        (["xs=[]"], "xs", []),
         (["--name", "n=5"], "name", "n=5"),
         (["--name=a", "n=5"], "n", 5),
         (["name=a=b"], "name", "a=b"),

@@ -139,6 +139,7 @@ def test_log_uniform_gives_every_magnitude_its_share():
         ({"space": {"size": [1]}, "sampler": "gird"}, "Did you mean 'grid'"),
         ({"space": {"size": [1]}, "executor": "pol"}, "Did you mean 'pool'"),
         ({"space": {"size": [1]}, "executor": "inline", "num_processes": 2}, "executor='pool'"),
+        ({"space": {"size": [1]}, "executor": "pool", "num_processes": 0}, "at least 1"),
         ({"space": {"size": [1]}, "direction": "down"}, "unknown direction"),
         ({"space": {"size": [1]}, "retries": -1}, "retries"),
         ({"space": {"size": [1]}, "n_trials": 0, "sampler": "random"}, "n_trials"),

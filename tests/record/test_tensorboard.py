@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from drivetrain.core.errors import MissingExtra
-from drivetrain.record import Recorder, trackers
+from drivetrain.record import Recorder, read_metrics, trackers
 
 pytest.importorskip("tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -92,3 +92,11 @@ def test_settings_become_hyperparameters_also_those_of_a_run_nobody_recorded(tmp
     assert given["lr"].number_value == 0.5 and given["wide"].bool_value is True and given["kind"].string_value == "a"
     assert "limit" not in given and "output_dir" not in given
     assert found.PluginTagToContent("hparams").keys() == {metadata.SESSION_START_INFO_TAG}
+
+
+def test_a_folder_whose_name_is_not_utf8_has_all_other_files(tmp_path, caplog):
+    folder = tmp_path / "f\udcfc"  # as Python shows the byte 0xfc
+    with Recorder(folder) as recorder:
+        recorder.scalar("loss", 0.5)
+    assert [row["value"] for row in read_metrics(folder)] == [0.5]
+    assert "not UTF-8" in caplog.text and not (folder / "tb").exists()

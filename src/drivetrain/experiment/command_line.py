@@ -179,7 +179,7 @@ def parse(argv: Sequence[str], parameters: "ParameterSet") -> Command:
             values[parameter.name] = text if has_value else str(name == parameter.name).lower()
         elif parameter.multiple:
             items = values.setdefault(name, [])
-            items += split_values(text) if is_assigned else [text] if has_value else []
+            items += list_items(parameter, text) if is_assigned else [text] if has_value else []
             while rest and not has_value and is_value(rest[0]):
                 items.append(rest.popleft())
         else:
@@ -208,6 +208,14 @@ def split_values(text: str) -> list[str]:
         else:
             items[-1] += sign
     return [item.strip() for item in items]
+
+
+def list_items(parameter: "Parameter", text: str) -> list[str]:
+    """Return the items of a list that is written as `1,2` or `[1,2]`; brackets around a value of JSON are its own."""
+    items = split_values(text)
+    if len(items) > 1 or parameter.value_type.takes_json or not (items[0][:1] == "[" and items[0][-1:] == "]"):
+        return items
+    return [item for item in split_values(items[0][1:-1]) if item]
 
 
 def _unexpected(word: str, last: "Parameter | None", parameters: "ParameterSet") -> str:

@@ -282,17 +282,19 @@ class ExperimentGroup(_WithParameters):
 
     def help(self, program: str | None = None) -> str:
         """Return the help text."""
-        return group_help(program or program_name(), description_of(self.main_function), self.tree("  "))
+        return group_help(program or program_name(), description_of(self.main_function), self.tree())
 
-    def tree(self, indent: str = "") -> str:
+    def tree(self) -> str:
         """Return the names of all experiments within, one a line, with the first line of what each does."""
-        lines = []
+        rows = list(self._rows("  "))
+        width = max((len(name) for name, _ in rows), default=0)
+        return "\n".join(f"{name:<{width}}    {about}".rstrip() for name, about in rows)
+
+    def _rows(self, indent: str) -> Iterator[tuple[str, str]]:
         for entry in self.experiments:
-            about = description_of(entry.main_function).partition("\n")[0]
-            lines.append(f"{indent}{entry.name}" + (f"    {about}" if about else ""))
+            yield indent + entry.name, description_of(entry.main_function).partition("\n")[0]
             if isinstance(entry, ExperimentGroup):
-                lines += [entry.tree(indent + "  ")] if entry.experiments else []
-        return "\n".join(lines)
+                yield from entry._rows(indent + "  ")
 
     def _find(self, name: str | None) -> "Experiment | ExperimentGroup":
         found = next((entry for entry in self.experiments if entry.name == name), None)
@@ -303,7 +305,7 @@ class ExperimentGroup(_WithParameters):
         else:
             near = nearest_name(name, [entry.name for entry in self.experiments])
             what = f"there is no experiment {name!r}" + (f"; did you mean {near!r}?" if near else "")
-        raise ParameterError(f"{what.rstrip('.')}\nExperiments:\n{self.tree('  ')}")
+        raise ParameterError(f"{what.rstrip('.')}\nExperiments:\n{self.tree()}")
 
 
 def _decorator(

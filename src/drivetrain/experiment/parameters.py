@@ -18,6 +18,7 @@ from drivetrain.experiment.values import (
     choice_of,
     declared_type,
     is_secret_type,
+    read_int,
     read_path,
     read_str,
     wraps_secret,
@@ -301,9 +302,10 @@ def process_count(value: Any) -> int | str:
     """Read a number of processes, or `auto`."""
     if str(value).strip().lower() == "auto":
         return "auto"
-    if isinstance(value, bool | float) or int(value) < 1:
-        raise ValueError("give a whole number of at least 1, or auto for one per accelerator")
-    return int(value)
+    number = read_int(value)
+    if number < 1:
+        raise BadValue("expected a whole number of at least 1, or auto for one per accelerator")
+    return number
 
 
 def folder(value: Any) -> str:

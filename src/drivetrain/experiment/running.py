@@ -258,6 +258,9 @@ def _run_in(
         ):
             for note in (*start.beginning.notes, f"run folder: {start.folder}"):
                 logger.info("%s", note)
+            asked = values["nproc_per_node"]
+            if not values["distributed"] and asked != 1 and start.resolved.origins["nproc_per_node"] in ("cli", "run"):
+                logger.warning("nproc_per_node=%s has no effect without --distributed: this is one process.", asked)
             ending = _live(experiment, run)
             if status is not None:
                 # Written now, so that listing runs need not read all their rows.

@@ -189,6 +189,8 @@ def declared_type(kind: object) -> ValueType:
     def convert(value: object) -> Any:
         try:
             return kind(value)
+        except BadValue:
+            raise
         except (ValueError, TypeError, ArithmeticError, LookupError, OSError) as error:
             raise BadValue(f"{name} rejects it: {error}") from error
 

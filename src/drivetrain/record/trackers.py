@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from drivetrain.core.containers import with_environment
 from drivetrain.core.errors import ConfigError, MissingExtra, unknown_name
 from drivetrain.core.files import make_inner_folder
+from drivetrain.core.plain import encodable
 from drivetrain.core.types import Settings
 from drivetrain.record.buffer import Histogram
 from drivetrain.record.images import Picture
@@ -63,6 +64,11 @@ class TensorBoardSink:
 
         self._event, self._summary = event_pb2.Event, summary_pb2
         self._tensor, self._shape = tensor_pb2.TensorProto, tensor_shape_pb2.TensorShapeProto
+        if encodable(str(folder)) != str(folder):
+            logger.warning(
+                "TensorBoard cannot write to %s, whose name is not UTF-8; the other files have it all.", folder
+            )
+            return
         make_inner_folder(folder, folder / FOLDER)
         self._writer = EventFileWriter(str(folder / FOLDER), max_queue_size=_QUEUE)
         if resume is not None:
@@ -133,7 +139,8 @@ class TensorBoardSink:
             self._writer = None
 
     def _add(self, values: list[Any], step: int, time: float) -> None:
-        self._writer.add_event(self._event(step=step, wall_time=time, summary=self._summary.Summary(value=values)))
+        if self._writer is not None:
+            self._writer.add_event(self._event(step=step, wall_time=time, summary=self._summary.Summary(value=values)))
 
 
 def _field(value: object) -> dict[str, bool | float | str]:

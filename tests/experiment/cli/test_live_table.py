@@ -196,6 +196,18 @@ def test_launch_json_is_pure_although_workers_print(quick, tmp_path):
     assert json.loads(done.stdout)["state"] == "finished" and done.stderr.count("a trial speaks:") == 2
 
 
+def test_lists_on_the_command_line_are_written_in_brackets():
+    from drivetrain.experiment import experiment
+
+    @experiment
+    def train(widths: list[int], names: list[str], pairs: list[list[int]]):
+        pass
+
+    space, fixed = read_space(train, ["widths=[1,2],[3]", "names=[a,b],[],c", "pairs=[1,2]"])
+    assert space["widths"].values == ([1, 2], [3]) and space["names"].values == (["a", "b"], [], ["c"])
+    assert fixed == {"pairs": [[1, 2]]}
+
+
 def test_axes_on_the_command_line_may_have_conditions():
     from drivetrain.core.errors import ParameterError
     from drivetrain.experiment import experiment

@@ -33,7 +33,7 @@ from drivetrain.experiment.cli.output import (
 )
 from drivetrain.experiment.cli.targets import TARGET_HELP, find_experiment
 from drivetrain.experiment.cli.verbs import FAILED, INTERRUPTED
-from drivetrain.experiment.command_line import JSON, REPLACED, argument, print_error, split_values
+from drivetrain.experiment.command_line import JSON, REPLACED, argument, list_items, print_error, split_values
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -224,7 +224,10 @@ def _assigned(experiment: "Experiment", text: str, word: str) -> tuple[str, str]
 def _values(experiment: "Experiment", name: str, text: str, word: str) -> list[object]:
     parameter = experiment.parameters.get(name)  # None: a config group, whose choices are words
     items = split_values(text)
-    return [*items] if parameter is None else [parameter.read(item, is_text=True, where=word) for item in items]
+    if parameter is None:
+        return [*items]
+    given = [list_items(parameter, item) if parameter.multiple else item for item in items]
+    return [parameter.read(value, is_text=True, where=word) for value in given]
 
 
 def _range(found: re.Match[str], word: str) -> "Axis":
@@ -274,7 +277,8 @@ def status_lines() -> "OnChange":
             if shown.get(trial.index) != trial.status:
                 shown[trial.index] = trial.status
                 value = f" {values_of(trial)}" if trial.objectives else ""
-                print_lines(f"trial {trial.index}: {trial.status}{value}   [{state_of(result)}]")
+                reason = f": {trial.error.partition(chr(10))[0]}" if trial.error else ""
+                print_lines(f"trial {trial.index}: {trial.status}{value}{reason}   [{state_of(result)}]")
 
     return show
 

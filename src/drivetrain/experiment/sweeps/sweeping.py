@@ -189,7 +189,9 @@ def make_sampler(
     if name == "grid":
         return GridSampler(space, n_trials)
     if n_trials is None:
-        raise ParameterError(f"sampler {name!r} has no natural end. Give the number of trials: n_trials=20.")
+        raise ParameterError(
+            f"sampler {name!r} has no natural end. Give the number of trials: n_trials=20 (--trials 20)."
+        )
     if name == "random":
         return RandomSampler(space, n_trials, seed)
     config = None if isinstance(sampler, str) else sampler
@@ -224,9 +226,9 @@ def make_executor(executor: str | Executor, num_processes: int | None, gpus_per_
     if executor == "pool":
         from drivetrain.experiment.sweeps.pool import PoolExecutor
 
-        return PoolExecutor(
-            num_processes or (1 if gpus_per_trial is None else len(visible_gpus()) or 1), gpus_per_trial
-        )
+        if num_processes is None:
+            num_processes = 1 if gpus_per_trial is None else len(visible_gpus()) or 1
+        return PoolExecutor(num_processes, gpus_per_trial)
     if executor == "submitit":
         from drivetrain.experiment.sweeps.cluster import SubmititConfig, SubmititExecutor
 
