@@ -538,3 +538,18 @@ def test_a_live_page_follows_its_runs(browser, tmp_path):
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_a_chart_has_numbers_at_its_axis_at_any_size(browser, tmp_path):
+    folder = make_run(tmp_path, "sizes", state="finished")
+    rows = [
+        {"step": step, "time": 1, "kind": "scalar", "tag": f"size/{size}", "value": (3 + step) * 10.0**size}
+        for size in (-30, -3, 0, 7, 38)
+        for step in range(30)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page_file = write_report([folder], tmp_path / "page.html")
+    with browser.open(page_file.as_uri(), height=2400) as page:
+        page.wait_for(f"{READY} && document.querySelectorAll('canvas').length > 4")
+        numbers = "[...charts.values()].map(chart => chart.plotted.axes[1]._values.filter(text => text).length)"
+        assert all(3 <= number <= 9 for number in page.evaluate(numbers)), page.evaluate(numbers)

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from drivetrain.core.display import printable
 from drivetrain.core.errors import ConfigError, ExperimentError
 from drivetrain.experiment.reports import write_report
 from drivetrain.experiment.reports.curves import Curve
@@ -117,7 +118,20 @@ def test_text_of_runs_is_never_taken_for_html(tmp_path):
     page = Balanced(write_report([folder]).read_text())
     assert page.scripts == ["application/json", "script", "script"]
     (run,) = page.data["runs"]
-    assert run["error"] == HOSTILE and HOSTILE in run["curves"] and run["parameters"][HOSTILE][0] == HOSTILE
+    shown = printable(HOSTILE)
+    assert run["error"] == shown and shown in run["curves"] and run["parameters"][shown][0] == shown
+
+
+def test_names_that_turn_the_direction_of_text_are_written_as_escapes(tmp_path):
+    name = "loss\u202e\x1b[2J"
+    folder = make_run(tmp_path, f"run{name}", state="finished")
+    row = {"step": 0, "time": 1, "kind": "scalar", "tag": name, "value": 1}
+    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (folder / "log.txt").write_text(f"one\n{name}\n")
+    text = write_report([folder], tmp_path / "page.html").read_text()
+    (run,) = Balanced(text).data["runs"]
+    assert list(run["curves"]) == ["loss\\u202e\\x1b[2J"] and run["log"] == "one\nloss\\u202e\\x1b[2J"
+    assert "\u202e" not in text
 
 
 def test_several_runs_are_in_one_page_and_share_what_is_the_same(tmp_path):

@@ -14,6 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core.display import printable, printable_lines
 from drivetrain.core.errors import ConfigError
 from drivetrain.experiment.records import read_run
 from drivetrain.experiment.reports.data import Blobs, Limits, main_objective, run_as_data
@@ -64,7 +65,7 @@ def render_page(data: Mapping[str, Any], *, is_live: bool = False) -> str:
     title = f"{runs[0]['experiment']}/{runs[0]['name']}" if len(runs) == 1 else f"{len(runs)} runs"
     parts = {
         "policy": escape(policy(is_live)),
-        "title": escape(title),
+        "title": escape(printable(title)),
         "version": escape(__version__),
         "style": _style(),
         "licence": _asset("uPlot.LICENSE"),
@@ -77,8 +78,17 @@ def render_page(data: Mapping[str, Any], *, is_live: bool = False) -> str:
 
 
 def as_json(data: object) -> str:
-    """Return data as JSON that can end neither an element nor a comment, in ASCII."""
-    return json.dumps(data, separators=(",", ":"), default=str).replace("<", "\\u003c")
+    """Return data as JSON that can end neither an element nor a comment, in ASCII; texts and names are `printable`."""
+    return json.dumps(_visible(data), separators=(",", ":"), default=str).replace("<", "\\u003c")
+
+
+def _visible(data: object) -> object:
+    """Return data with the characters escaped that turn the direction of all text after them, or are not seen."""
+    if isinstance(data, str):
+        return printable_lines(data)
+    if isinstance(data, Mapping):
+        return {_visible(name): _visible(value) for name, value in data.items()}
+    return [_visible(value) for value in data] if isinstance(data, list | tuple) else data
 
 
 @functools.cache

@@ -434,7 +434,9 @@ class Chart {
             grid,
             ticks,
             gap: 3,
-            ...(this.isLog ? { splits: (_, axis, low, high) => logSplits(low, high), filter: (_, splits) => splits } : {}),
+            incrs: this.isLog ? undefined : (_, axis, low, high) => [Math.max(5, high - low)], // its own end at 1e16
+            splits: (_, axis, low, high) => (this.isLog ? logSplits(low, high) : roundTicks(low, high, 6)),
+            filter: (_, splits) => splits,
             values: (_, splits) => splits.map(value => (value === null ? "" : short(value))),
             size: (_, values) => Math.max(36, 14 + 7 * Math.max(0, ...(values ?? []).map(value => value.length))),
           },
