@@ -26,6 +26,15 @@ def printable(text: str) -> str:
     return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
+def shortened(text: str, length: int) -> str:
+    """Return at most so many characters of a text.
+
+    >>> shortened("accuracy", 5), shortened("loss", 5)
+    ('accu…', 'loss')
+    """
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
 def printable_lines(text: str) -> str:
     """Return a text of several lines with each line made `printable`."""
     return "\n".join(printable(line) for line in _LINES.split(text))

@@ -18,6 +18,20 @@ def test_ls_lists_runs_newest_first_with_their_state(command, tmp_path):
     assert "eval/accuracy (best)" in out and "0.9804 (0.9804)" in out and rows[2][-1].endswith("/digits/a")
 
 
+def test_ls_takes_several_folders_as_a_shell_expands_them(command_json, tmp_path):
+    folders = [make_run(tmp_path, name, started=started) for name, started in (("a", 2.0), ("b", 1.0), ("c", 3.0))]
+    found = command_json("ls", *folders[:2], "state=finished", "--json")
+    assert [run["id"] for run in found] == ["a", "b"]
+
+
+def test_ls_shortens_the_name_of_a_metric_that_leaves_no_room(command, tmp_path):
+    folder = make_run(tmp_path, "a")
+    row = {"step": 0, "time": 1, "kind": "scalar", "tag": "loss" * 100, "value": 1.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    _, out, _ = command("ls", tmp_path)
+    assert "lossloss… (best)" in out and "steps" in out and "loss" * 11 not in out
+
+
 def test_a_run_whose_lock_is_held_is_running(command_json, tmp_path):
     with hold_lock(make_run(tmp_path, state="running")):
         assert [run["state"] for run in command_json("ls", tmp_path, "--json")] == ["running"]
@@ -36,6 +50,7 @@ def test_ls_of_an_empty_place_says_so_and_a_missing_one_is_bad_input(command, tm
     status, out, _ = command("ls")
     assert status == 0 and "no runs in output" in out
     assert command("ls", tmp_path / "nowhere")[0] == 2
+    assert "'lr<' at its end. Expected comparisons" in command("ls", "lr<")[2]
 
 
 def test_show_prints_parameters_environment_metrics_log_and_error(command, tmp_path):

@@ -81,8 +81,13 @@ def test_options_are_not_abbreviated(command):
     assert status == 2
 
 
-def test_no_verb_is_bad_input(command):
-    assert command()[0] == 2
+def test_no_verb_is_bad_input_and_lists_the_verbs(command):
+    status, out, _ = command()
+    assert status == 2 and "compare   show how runs differ" in out
+
+
+def test_a_second_run_where_one_is_expected_is_named_as_that(command):
+    assert "b is one argument too many" in command("show", "a", "b")[2]
 
 
 def test_version_is_printed(command):

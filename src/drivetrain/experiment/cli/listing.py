@@ -4,6 +4,7 @@ A condition reads `lr<0.1 and (state=finished or tag=base)`: comparisons joined 
 """
 
 import argparse
+import itertools
 import math
 import os
 import re
@@ -11,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from operator import eq, ge, gt, le, lt, ne
-from pathlib import Path
 
+from drivetrain.core.display import shortened
 from drivetrain.core.errors import ExperimentError, ParameterError, unknown_name
 from drivetrain.core.types import Settings
 from drivetrain.experiment.cli.output import STATE_STYLES, Column, print_fitting_table, print_json, print_lines
@@ -31,6 +32,7 @@ from drivetrain.experiment.records import STATES, change_remarks, find_runs, sho
 from drivetrain.experiment.reports.gather import differs, short
 
 COMPARISON = re.compile(r"[<>=~]")
+LONGEST_TAG = 40
 DIRECTION_HELP = "which values of a metric are better; may be repeated"
 DIRECTION = argument("--direction", action="append", default=[], metavar="NAME=min|max", help=DIRECTION_HELP)
 OBJECTIVE_HELP = (
@@ -65,19 +67,19 @@ ARGUMENTS = {
 
 def ls(arguments: argparse.Namespace) -> None:
     """List runs."""
-    place, words = Path(DEFAULT_PLACE), arguments.words
-    if words and (os.path.isdir(words[0]) or not COMPARISON.search(words[0])):
-        place, words = Path(words[0]), words[1:]
-    condition = " ".join(words)
-    if not os.path.isdir(place) and str(place) != DEFAULT_PLACE:
+    places = list(itertools.takewhile(os.path.isdir, arguments.words))
+    words = arguments.words[len(places) :]
+    if words and not places and not COMPARISON.search(words[0]):
         raise ExperimentError(
-            f"there is no folder {place}. Give the --output-dir of your runs, by default {DEFAULT_PLACE}."
+            f"there is no folder {words[0]}. Give the --output-dir of your runs, by default {DEFAULT_PLACE}."
         )
+    condition = " ".join(words)
+    found = [record for place in places or [DEFAULT_PLACE] for record in find_runs(place)]
     if arguments.limit is not None and arguments.limit < 1:
         raise ParameterError(f"-n {arguments.limit}: expected at least 1 run.")
     records = [
         record
-        for record in reversed(list(find_runs(place)))
+        for record in sorted(found, key=lambda record: (record.started, record.folder.name), reverse=True)
         if arguments.status in (None, record.state) and arguments.experiment in (None, record.experiment)
     ]
     lines = read_lines(records, read_directions(arguments.direction), arguments.objective)
@@ -95,7 +97,7 @@ def ls(arguments: argparse.Namespace) -> None:
         varied = varying(lines)
         print_json([_as_data(line, place, varied) for place, line in enumerate(lines)])
     elif not lines:
-        print_lines(f"no runs in {place}" + (f" with {condition}" if condition else ""))
+        print_lines(f"no runs in {' '.join(places) or DEFAULT_PLACE}" + (f" with {condition}" if condition else ""))
     else:
         _print_lines(lines)
 
@@ -135,7 +137,8 @@ def _print_lines(lines: list[RunLine]) -> None:
     columns += [Column("age", [_age(line.age) for line in lines], rank=4)]
     columns += [Column("steps", [record.status.get("step") for record in records], rank=3)]
     columns += [Column(name, values, rank=2) for name, values in varying(lines).items()]
-    columns += [Column(tags.copy().pop() + " (best)" if len(tags) == 1 else "last (best)", _cells(lines, objectives))]
+    title = shortened(next(iter(tags)), LONGEST_TAG) if len(tags) == 1 else "last"
+    columns += [Column(f"{title} (best)", _cells(lines, objectives))]
     if any(line.tags for line in lines):
         columns.append(Column("tags", [", ".join(line.tags) for line in lines], rank=1))
     if any(line.note for line in lines):
@@ -156,7 +159,7 @@ def _cells(lines: list[RunLine], objectives: list[Objective | None]) -> list[str
         if objective is None:
             cells.append("–")
             continue
-        name = "" if len(tags) == 1 else f"{objective.tag} "
+        name = "" if len(tags) == 1 else f"{shortened(objective.tag, LONGEST_TAG)} "
         extreme = "" if objective.best is None else f" ({short(objective.best)})"
         cells.append(f"{name}{short(objective.last)}{extreme}{' *' if place in stars else ''}")
     return cells
@@ -215,8 +218,9 @@ def read_condition(text: str) -> tuple[Condition, set[str]]:
     tokens, names = deque(_tokens(text)), set[str]()
 
     def problem() -> ParameterError:
-        rest = " ".join(word for _, word in tokens) or "its end"
-        return ParameterError(f"cannot parse the condition {text!r} from {rest!r} on. {EXPECTED}")
+        rest = " ".join(word for _, word in tokens)
+        where = f"from {rest!r} on" if rest else "at its end"
+        return ParameterError(f"cannot parse the condition {text!r} {where}. {EXPECTED}")
 
     def take(*kinds: str, words: tuple[str, ...] = ()) -> str | None:
         """Return the next token and move on if it is of these kinds, and one of these words where some are given."""

@@ -71,7 +71,7 @@ def plan(arguments: argparse.Namespace) -> int:
         return 0
     if files or word in ("", "show", "diff"):
         raise ExperimentError(
-            f"plan {' '.join(arguments.what)}: expected one factory such as package.module:factory, `show FILE`, or `diff FILE FILE`."
+            f"{' '.join(('plan', *arguments.what))}: expected one factory such as package.module:factory, `show FILE`, or `diff FILE FILE`."
         )
     return _plan(word, arguments)
 

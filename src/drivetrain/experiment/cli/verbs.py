@@ -70,6 +70,9 @@ def run_command(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_verb(words: list[str]) -> int:
+    if not words:
+        build_parser().print_help()
+        return BAD_INPUT
     chosen = next((word for word in words if not word.startswith("-")), None)
     if chosen is not None and chosen not in VERBS:
         from drivetrain.core.errors import unknown_name

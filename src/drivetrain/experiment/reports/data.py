@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drivetrain.core.display import format_bytes
+from drivetrain.core.display import format_bytes, shortened
 from drivetrain.core.files import read_limited
 from drivetrain.core.plain import spelled
 from drivetrain.experiment.directions import direction_of
@@ -142,7 +142,7 @@ def run_as_data(run: RunData, blobs: Blobs, limits: Limits) -> dict[str, Any]:
         "plan": blobs.keep(plan if isinstance(plan, str) else json.dumps(plan, indent=2, ensure_ascii=False))
         if plan
         else "",
-        "diff": blobs.keep(_cut(str(git.get("diff") or ""), limits.diff)),
+        "diff": blobs.keep(shortened(str(git.get("diff") or ""), limits.diff)),
         "texts": {tag: blobs.keep(text) for tag, text in run.recorded.texts.items()},
         "log": blobs.keep(run.log_tail),
     }
@@ -161,11 +161,7 @@ def main_objective(runs: Iterable[Mapping[str, Any]]) -> str | None:
 def plain(value: object) -> object:
     """Return a value for the page: what JSON does not know becomes text, and long texts are cut."""
     is_number = lambda one: one is None or isinstance(one, bool | int | float)
-    return spelled(value, lambda one: one if is_number(one) else _cut(str(one), LONGEST_VALUE))
-
-
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"
+    return spelled(value, lambda one: one if is_number(one) else shortened(str(one), LONGEST_VALUE))
 
 
 def _parameters(run: RunData) -> dict[str, list[Any]]:
