@@ -29,7 +29,7 @@ def test_ls_shortens_the_name_of_a_metric_that_leaves_no_room(command, tmp_path)
     row = {"step": 0, "time": 1, "kind": "scalar", "tag": "loss" * 100, "value": 1.0}
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     _, out, _ = command("ls", tmp_path)
-    assert "lossloss… (best)" in out and "steps" in out and "loss" * 11 not in out
+    assert "losslos… (best)" in out and "steps" in out and "loss" * 11 not in out
 
 
 def test_a_run_whose_lock_is_held_is_running(command_json, tmp_path):
