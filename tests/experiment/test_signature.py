@@ -317,6 +317,14 @@ def test_a_dataclass_that_may_be_none_needs_no_field_until_one_is_given(tmp_path
     assert "required if there is decay" in " ".join(train.help().split())
 
 
+def test_the_defaults_of_an_experiment_make_a_dataclass_that_may_be_none(tmp_path):
+    @experiment(defaults={"decay": {"steps": 5}})
+    def train(decay: Decay | None = None):
+        return decay
+
+    assert train.run(output_dir=str(tmp_path)) == Decay(5)
+
+
 def test_a_dataclass_that_is_none_is_none_again_when_its_parameters_are_fed_back(tmp_path):
     @experiment
     def train(schedule: Schedule | None = None):

@@ -120,7 +120,7 @@ def resolve(
     given = {name: _first_given(name, parameters[name], sources) for name in parameters}
     values = _Values(parameters, given)
     resolved.origins |= {name: entry.origin if entry else "default" for name, entry in given.items()}
-    absent = _absent(parameters, resolved)
+    absent = absent_fields(parameters, resolved)
     resolved.values |= {name: None if name in absent else values.read(name) for name in parameters}
     if resolved.values.get("resume") in (None, NEVER, AUTO):  # else the run that is continued has values of its own
         check_required(parameters, resolved)
@@ -130,9 +130,9 @@ def resolve(
     return resolved
 
 
-def _absent(parameters: ParameterSet, resolved: Resolved) -> frozenset[str]:
-    """Return the fields of dataclasses that are None because none of their fields was given."""
-    declared = [name for name in parameters if resolved.is_declared(name)]
+def absent_fields(parameters: ParameterSet, resolved: Resolved) -> frozenset[str]:
+    """Return the fields of dataclasses that are None because none of their fields has another value than the declared default."""
+    declared = [name for name in parameters if resolved.origins.get(name, "default") != "default"]
     return frozenset(
         name
         for name, parameter in parameters.items()
@@ -143,7 +143,7 @@ def _absent(parameters: ParameterSet, resolved: Resolved) -> frozenset[str]:
 
 def check_required(parameters: ParameterSet, resolved: Resolved) -> None:
     """Raise for a required parameter without a value."""
-    absent = _absent(parameters, resolved)
+    absent = absent_fields(parameters, resolved)
     for name, parameter in parameters.items():
         if parameter.required and resolved.values[name] is None and name not in absent:
             raise ParameterError(

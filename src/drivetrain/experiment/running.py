@@ -27,7 +27,7 @@ from drivetrain.experiment.parameters import BOOKKEEPING, wants_cpu
 from drivetrain.experiment.plugins import app
 from drivetrain.experiment.processes import ExperimentReference
 from drivetrain.experiment.records import is_run, read_run
-from drivetrain.experiment.resolve import AUTO, NEVER, Resolved, given_in_python
+from drivetrain.experiment.resolve import AUTO, NEVER, Resolved, absent_fields, given_in_python
 from drivetrain.experiment.summaries import summary_of
 from drivetrain.experiment.sweeps.trial import TrialPruned
 from drivetrain.runtime.environment import launched_world
@@ -434,6 +434,10 @@ def launch_subprocess(**additional_params: object) -> BaseProcess:
             parameter = experiment.parameters[name]
             resolved.values[name] = parameter.read(given.value, is_text=False, where="launch_subprocess")
             resolved.origins[name] = "run"
+    absent = absent_fields(experiment.parameters, resolved)
+    for name, parameter in experiment.parameters.items():
+        if parameter.optional_within and resolved.values[name] is None and name not in absent:
+            resolved.values[name] = parameter.make_default()
     process = processes.start_process(_run_resolved, processes.reference_to(experiment), resolved, ends_with_run=True)
     proxies.bind(proxies.subprocess_counter, number)
     return process

@@ -21,7 +21,6 @@ from drivetrain.core.errors import ParameterError
 from drivetrain.core.secret import masked
 from drivetrain.core.types import Settings
 from drivetrain.experiment.parameters import Parameter
-from drivetrain.experiment.resolve import NOT_DECLARED
 from drivetrain.experiment.values import SIMPLE, annotated_type, without_none
 
 MAPPINGS = (dict, Mapping, MutableMapping)
@@ -98,7 +97,7 @@ class CallSignature:
             return values[name]
         kind, default = self.nested[name]
         inside = [parameter.name for parameter in self.parameters if parameter.name.startswith(f"{name}.")]
-        if default is None and all(origins.get(own) in NOT_DECLARED for own in inside):
+        if default is None and all(origins.get(own, "default") == "default" for own in inside):
             return None
         fields = [entry.name for entry in dataclasses.fields(kind) if entry.init]
         arguments = {own: self._build(f"{name}.{own}", values, origins) for own in fields}
