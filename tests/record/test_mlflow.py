@@ -124,3 +124,27 @@ def test_more_settings_than_a_server_takes_at_once_and_a_run_that_is_resumed_els
         other = second.state_dict()["runs"]["mlflow"]
     assert other != state["runs"]["mlflow"] and "a new one is started" in caplog.text
     assert client(tmp_path / "elsewhere").get_run(other).data.metrics == {"x": 2.0}
+
+
+def test_a_tag_longer_than_mlflow_takes_loses_no_other_metric(tmp_path):
+    long = "layer/" * 60
+    with Recorder(tmp_path, tensorboard=False, sinks=("mlflow",)) as recorder:
+        recorder.scalars({"loss": 0.5, long: 1.0, "accuracy": 0.25})
+    found = client(tmp_path)
+    (run,) = found.search_runs([found.get_experiment_by_name("drivetrain").experiment_id])
+    short = next(name for name in run.data.metrics if name.startswith("layer"))
+    assert run.data.metrics == {"loss": 0.5, "accuracy": 0.25, short: 1.0} and len(short) <= 250
+
+
+def test_metrics_that_could_not_be_sent_are_sent_the_next_time(tmp_path, monkeypatch):
+    sink = MlflowSink()
+    with Recorder(tmp_path, tensorboard=False, sinks=(sink,)) as recorder:
+        recorder.scalar("x", 1.0)
+        recorder.flush()
+        recorder.scalar("x", 2.0)
+        recorder.step()
+        with monkeypatch.context() as broken:
+            broken.setattr(sink._client, "log_batch", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("gone")))
+            recorder.flush()
+    rows = client(tmp_path).get_metric_history(sink.run_id, "x")
+    assert [row.value for row in rows] == [1.0, 2.0]

@@ -247,6 +247,7 @@ DEFAULT_STORE = "mlruns"
 _LARGEST_BATCH = 1000  # what a server takes in one call
 _LARGEST_SETTINGS = 100  # parameters or tags in one call
 _LONGEST_PARAM = 6000
+_LONGEST_KEY = 250
 _ALSO_ALLOWED = frozenset("_-. :/")
 
 
@@ -333,8 +334,9 @@ class MlflowSink:
     def flush(self) -> None:
         """Send what is waiting."""
         while self._metrics and self._client is not None:
-            batch, self._metrics = self._metrics[:_LARGEST_BATCH], self._metrics[_LARGEST_BATCH:]
+            batch = self._metrics[:_LARGEST_BATCH]
             self._client.log_batch(self.run_id, metrics=batch)
+            del self._metrics[: len(batch)]  # now: what could not be sent is sent the next time
 
     def close(self) -> None:
         """Send what is waiting and end the run."""
@@ -392,7 +394,8 @@ def _folder_store_allowed() -> Iterator[None]:
 
 
 def _key(tag: str) -> str:
-    """Return a tag with the characters that MLflow allows."""
-    if all(char.isalnum() or char in _ALSO_ALLOWED for char in tag) and ".." not in tag and not tag.startswith("/"):
+    """Return a tag with the characters and the length that MLflow allows."""
+    is_short = len(tag) <= _LONGEST_KEY
+    if is_short and all(char.isalnum() or char in _ALSO_ALLOWED for char in tag) and ".." not in tag and not tag.startswith("/"):
         return tag
     return safe_name(tag).replace("%", ":")
