@@ -108,3 +108,15 @@ def test_an_experiment_of_a_notebook_is_refused(monkeypatch):
     monkeypatch.delattr(__main__, "__file__", raising=False)
     with pytest.raises(ExperimentError, match="notebook"):
         cell.run_in_new_process({})
+
+
+def test_a_program_without_a_main_guard_does_not_start_again_in_its_subprocess(tmp_path):
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        "from drivetrain.experiment import experiment, launch_subprocess\n\n"
+        "@experiment\ndef fit():\n    process = launch_subprocess()\n    process.join()\n    return process.exitcode\n\n"
+        "assert fit.cli() == 1\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "while it is imported" in done.stderr, done.stderr
+    assert len(list((tmp_path / "output" / "fit").iterdir())) == 1

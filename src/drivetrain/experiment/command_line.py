@@ -342,6 +342,33 @@ def program_name() -> str:
     return f"python {name}" if name.endswith(".py") else name
 
 
+_imports = 0
+"""How many targets are being imported at this moment."""
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import the program of an experiment within the block."""
+    global _imports
+    _imports += 1
+    try:
+        yield
+    finally:
+        _imports -= 1
+
+
+def check_is_program(name: str) -> None:
+    """Raise where a program that starts an experiment is only imported: by a verb, or by another process of a run."""
+    processes = sys.modules.get("multiprocessing.process")
+    if _imports or (processes is not None and getattr(processes.current_process(), "_inheriting", False)):
+        from drivetrain.core.errors import ExperimentError
+
+        raise ExperimentError(
+            f"the program starts {name!r} while it is imported. Put that call under `if __name__ == '__main__':`, so that "
+            "other processes and the verbs of drivetrain can import it."
+        )
+
+
 def print_error(message: object, usage: str = "") -> None:
     """Print an error, and the usage line, to stderr; line ends stay, other control characters are escaped."""
     from drivetrain.core.display import printable_lines

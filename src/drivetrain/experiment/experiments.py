@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 from drivetrain.core.errors import DrivetrainError, ParameterError, nearest_name
 from drivetrain.experiment.command_line import (
     BAD_INPUT,
+    check_is_program,
     closed_pipe_ends_quietly,
     experiment_parser,
     group_help,
@@ -173,6 +174,7 @@ class Experiment(_WithParameters):
 
     def cli(self, argv: Sequence[str] | None = None, exit_on_error: bool = True, *, program: str | None = None) -> Any:
         """Run with the options of a command line; what prevents the run is explained and ends the program with status 2."""
+        check_is_program(self.name)
         program = program or program_name()
         print_any_text()
         with ExitStack() as stack:
@@ -212,6 +214,7 @@ class Experiment(_WithParameters):
     def _start(self, resolved: Resolved, **options: Any) -> object:
         from drivetrain.experiment.running import run_experiment
 
+        check_is_program(self.name)
         return run_experiment(self, resolved, **options)
 
 
@@ -267,6 +270,7 @@ class ExperimentGroup(_WithParameters):
 
     def cli(self, argv: Sequence[str] | None = None, exit_on_error: bool = True, *, program: str | None = None) -> Any:
         """Run the experiment that the first argument names."""
+        check_is_program(self.name)
         program = program or program_name()
         print_any_text()
         arguments = [str(word) for word in (sys.argv[1:] if argv is None else argv)]

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import ExperimentError
 from drivetrain.core.types import Settings
+from drivetrain.experiment.command_line import importing
 from drivetrain.experiment.resolve import NEVER, Resolved
 from drivetrain.experiment.run_folder import check_is_new, run_path
 from drivetrain.runtime.environment import in_launched_process
@@ -55,7 +56,8 @@ class ExperimentReference:
         """Return the experiment, importing its module if that has not happened yet."""
         module = sys.modules.get(self.module)
         if module is None:
-            module = load_file(self.file, self.module) if self.file else importlib.import_module(self.module)
+            with importing():
+                module = load_file(self.file, self.module) if self.file else importlib.import_module(self.module)
         found: Experiment = getattr(module, self.attribute)
         return found
 

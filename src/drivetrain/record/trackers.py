@@ -396,6 +396,11 @@ def _folder_store_allowed() -> Iterator[None]:
 def _key(tag: str) -> str:
     """Return a tag with the characters and the length that MLflow allows."""
     is_short = len(tag) <= _LONGEST_KEY
-    if is_short and all(char.isalnum() or char in _ALSO_ALLOWED for char in tag) and ".." not in tag and not tag.startswith("/"):
+    if (
+        is_short
+        and all(char.isalnum() or char in _ALSO_ALLOWED for char in tag)
+        and ".." not in tag
+        and not tag.startswith("/")
+    ):
         return tag
     return safe_name(tag).replace("%", ":")

@@ -81,3 +81,14 @@ def test_what_is_not_there_is_named(target, message):
 def test_something_that_is_no_experiment_is_refused():
     with pytest.raises(ExperimentError, match="is a function, not an experiment"):
         find_experiment("json:dumps", [])
+
+
+def test_a_program_that_starts_its_experiment_while_it_is_imported_is_told_what_to_write(tmp_path, monkeypatch):
+    for number, call in enumerate(("fit.cli()", "fit.run(lr=2.0)", "tools.cli()")):
+        file = tmp_path / f"unguarded_{number}.py"
+        file.write_text(
+            "from drivetrain.experiment import experiment, group\n\n@group\ndef tools(params): ...\n\n"
+            f"@experiment\ndef fit(lr: float = 1.0):\n    raise AssertionError('it ran')\n\n{call}\n"
+        )
+        with pytest.raises(ExperimentError, match="while it is imported. Put that call under `if __name__"):
+            find_target(f"{file}:fit")

@@ -6,13 +6,12 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drivetrain.core.errors import ExperimentError, did_you_mean, nearest_name
 from drivetrain.core.types import Settings
-
-if TYPE_CHECKING:
-    from drivetrain.experiment.experiments import Experiment
+from drivetrain.experiment.command_line import importing
+from drivetrain.experiment.experiments import Experiment, ExperimentGroup
 
 TARGET_HELP = "file.py, file.py:name or package.module:name"
 
@@ -34,14 +33,13 @@ def find_target(target: str) -> Any:
             found = None
         if found is None:
             raise ExperimentError(f"there is no module {place!r}. Expected {TARGET_HELP}; a file's path ends in .py.")
-        module = importlib.import_module(place)
+        with importing():
+            module = importlib.import_module(place)
     return _attribute(module, name, target) if name else _only_experiment(module, target)
 
 
-def find_in_file(path: Path, name: str, function: str | None) -> "Experiment":
+def find_in_file(path: Path, name: str, function: str | None) -> Experiment:
     """Return the experiment of this name that a file defines; of several, such as those of two groups, that of the function."""
-    from drivetrain.experiment.experiments import Experiment
-
     module = _load_file(path)
     named = [one for one in _experiments(module).values() if isinstance(one, Experiment) and one.name == name]
     named.sort(key=lambda one: one.function_name != function)
@@ -53,8 +51,6 @@ def find_in_file(path: Path, name: str, function: str | None) -> "Experiment":
 
 def find_experiment(target: str, words: list[str]) -> tuple[Any, list[str]]:
     """Return the experiment a target names and the remaining words; in a group the first word names the experiment."""
-    from drivetrain.experiment.experiments import Experiment, ExperimentGroup
-
     found, rest = find_target(target), list(words)
     while isinstance(found, ExperimentGroup):
         if rest[:1] in (["-h"], ["--help"]):
@@ -85,12 +81,12 @@ def _load_file(path: Path) -> ModuleType:
         return loaded
     _look_in(root)
     spec = importlib.util.find_spec(name) if loaded is None and name.replace(".", "_").isidentifier() else None
-    if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path:
-        return importlib.import_module(name)
-    from drivetrain.experiment.processes import load_file
+    with importing():
+        if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path:
+            return importlib.import_module(name)
+        from drivetrain.experiment.processes import load_file
 
-    module: ModuleType = load_file(str(path), f"target_{path.stem}")  # its own name is taken by another module
-    return module
+        return load_file(str(path), f"target_{path.stem}")  # its own name is taken by another module
 
 
 def _reject_plain_script(path: Path) -> None:
@@ -115,8 +111,6 @@ def _look_in(folder: Path) -> None:
 
 def _experiments(module: ModuleType) -> Settings:
     """Return the experiments and groups in a module, by attribute."""
-    from drivetrain.experiment.experiments import Experiment, ExperimentGroup
-
     # type() rather than isinstance(): a live name such as `params` answers isinstance() for its present value.
     kinds = (Experiment, ExperimentGroup)
     return {name: value for name, value in vars(module).items() if issubclass(type(value), kinds)}
