@@ -327,5 +327,28 @@ def test_a_choice_is_not_a_default_of_an_experiment(tmp_path):
     def chosen(model: Model):
         pass
 
-    with pytest.raises(ParameterError, match="defaults: unknown parameter 'model'"):
+    with pytest.raises(ParameterError, match="defaults: 'model' has parameters of its own: model.depth"):
         chosen.run(output_dir=str(tmp_path))
+
+
+def test_a_reference_to_none_means_not_given(tmp_path):
+    @experiment
+    def train(lr: float = 0.1, other: float | None = None):
+        return lr
+
+    file = tmp_path / "given.yaml"
+    file.write_text("lr: ${other}\n")
+    assert train.resolve({"params_file": file}).values["lr"] == 0.1
+    file.write_text("lr: ${other}\nother: 0.5\n")
+    assert train.resolve({"params_file": file}).values["lr"] == 0.5
+
+
+def test_a_value_for_a_group_of_parameters_names_those_within(tmp_path):
+    @experiment
+    def depth_of(model: Model):
+        return model.depth
+
+    file = tmp_path / "given.yaml"
+    file.write_text("model: 3\n")
+    with pytest.raises(ParameterError, match=r"given.yaml:1: 'model' has parameters of its own: model\."):
+        depth_of.resolve({"params_file": file})

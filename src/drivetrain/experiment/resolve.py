@@ -172,11 +172,12 @@ class _Values:
         """Return the value of a parameter."""
         if name not in self._known:
             given, parameter = self._given[name], self._parameters[name]
-            if given is None:
+            if given is not None and given.refers:
+                given = given._replace(value=self._filled(name, given, given.value))
+            if given is None or given.value is None:
                 self._known[name] = parameter.make_default()
             else:
-                value = self._filled(name, given, given.value) if given.refers else given.value
-                self._known[name] = None if value is None else _read(parameter, given._replace(value=value))
+                self._known[name] = _read(parameter, given)
         return self._known[name]
 
     def _filled(self, name: str, given: Given, value: object) -> object:
@@ -413,5 +414,7 @@ class ParameterFiles:
 def unknown_parameter(name: str, parameters: ParameterSet) -> str:
     """Return the message for an unknown parameter, with the nearest name and all names."""
     shown = [other for other, parameter in parameters.items() if not parameter.hidden]
+    if inside := [other for other in shown if other.startswith(f"{name}.")]:
+        return f"{name!r} has parameters of its own: {', '.join(inside)}. Set these."
     hint = did_you_mean(str(name).replace("-", "_"), shown)
     return f"unknown parameter {name!r}.{hint} Parameters: {', '.join(shown)}."
