@@ -167,7 +167,7 @@ def check_dataset(name: str, data: object) -> None:
         raise ConfigTypeError(
             f"{name} is a {type(data).__name__} with the keys {parts}. Pass one of its parts. {wanted}"
         )
-    if hasattr(data, "iloc"):
+    if hasattr(type(data), "iloc"):
         raise ConfigTypeError(
             f"{name} is a {type(data).__name__}, which is indexed by column. Wrap it, for example as "
             "TensorDataset(torch.tensor(frame[inputs].values), torch.tensor(frame[target].values))."

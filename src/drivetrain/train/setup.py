@@ -94,6 +94,8 @@ def prepare_run(
         max_num_train_steps=settings.max_num_train_steps,
         gradient_clip_value=settings.gradient_clip_value,
     )
+    if run.data.evaluation is not None:
+        trainer._check_eval_batch_size()
     arguments.check_watched_metrics(trainer.callback_handler, loaders.set_names(run.data.evaluation))
     limits = run.agreement.limits = settings.limits()
     state.max_duration = limits.duration(config.num_local_update_steps_per_epoch)

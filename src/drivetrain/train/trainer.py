@@ -564,7 +564,6 @@ class Trainer(TrainerLoop):
         if data.evaluation is not None:
             loaders.map_loaders(partial(loaders.warn_if_read_once, "evaluation", settings), data.evaluation)
             data.evaluation = loaders.prepare(self.device, data.evaluation, overfit or settings.limit_eval_batches)
-            self._check_eval_batch_size()
         self.engine.call("on_loaders_made")
 
     def _prepare_loop(self) -> None:
