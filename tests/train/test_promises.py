@@ -565,6 +565,28 @@ def test_the_check_of_the_evaluation_batch_size_knows_the_runs_configuration():
     assert seen == [2]
 
 
+@pytest.mark.parametrize("name", ["optimizer_step", "backward_step", "optimizer_zero_grad", "_update_loss_tracker"])
+def test_a_method_that_is_patched_in_the_class_is_called_at_every_step(name):
+    with mock.patch.object(Trainer, name, autospec=True, side_effect=getattr(Trainer, name)) as patched:
+        trainer = make_trainer()
+        train(trainer, make_data(8), per_device_batch_size=4)
+    plain = make_trainer()
+    train(plain, make_data(8), per_device_batch_size=4)
+    assert patched.call_count == 2 and all(map(torch.equal, weights(trainer.model), weights(plain.model)))
+
+
+def test_training_inside_a_run_of_the_same_trainer_is_an_error_and_the_trainer_works_afterwards():
+    class Again(TrainerCallback):
+        def on_train_epoch_end(self, trainer, **kwargs):
+            trainer.train(make_data(8), num_epochs=1)
+
+    trainer = make_trainer(callbacks=[Again()])
+    with pytest.raises(ConfigError, match="during a run of the same Trainer"):
+        train(trainer, make_data(8))
+    trainer.callback_handler.clear_callbacks()
+    assert len(train(trainer, make_data(8), num_epochs=2).get_metric_values("train_loss_epoch")) == 2
+
+
 def test_a_patched_loader_class_is_the_one_that_is_called():
     trainer = make_trainer()
     with mock.patch("drivetrain.trainer.DataLoader") as patched:

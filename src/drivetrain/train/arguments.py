@@ -214,6 +214,15 @@ def _differs(loader: object, key: str, value: object) -> bool:
     return getattr(loader, key, None) != value
 
 
+def check_idle(run: "Run") -> None:
+    """Raise for `train()` in a hook or callback of a run, whose state it would replace."""
+    if run.is_running:
+        raise ConfigError(
+            "train() was called during a run of the same Trainer. Call it when that run has ended, or make a second Trainer; "
+            "evaluate() and predict() may be called during a run."
+        )
+
+
 def check_loader_arguments(collate_fn: object, **loader_arguments: object) -> None:
     """Check what makes batches, and arguments of loaders, by the name under which the user passes them."""
     if collate_fn is not None:

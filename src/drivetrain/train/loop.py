@@ -18,7 +18,7 @@ from drivetrain.module.accumulation import Count
 from drivetrain.module.ddp import check_reduced
 from drivetrain.runtime.signals import SAVE_SIGNAL
 from drivetrain.runtime.workers import report_failure
-from drivetrain.train import loaders, resuming
+from drivetrain.train import loaders, resuming, setup
 from drivetrain.train.accelerator import overrides_runtime
 from drivetrain.train.agreement import STOP
 from drivetrain.train.arguments import check_batch_output, check_loss, warn_of_sample_weights
@@ -47,7 +47,7 @@ class TrainerLoop(EvaluationLoop):
     """Runs the loop of a Trainer."""
 
     last_grad_norm: Tensor | None
-    _prepare_loop: Callable[[], None]  # a method of `Trainer`
+    update_plugins: Callable[[], None]  # a method of `Trainer`
     _calls: StepCalls  # of the current epoch; they refer to the trainer, so they are deleted at its end
 
     def _run_training(self) -> None:
@@ -58,7 +58,7 @@ class TrainerLoop(EvaluationLoop):
             try:
                 self.training_run_start()
                 run.fire.fit_start()
-                self._prepare_loop()
+                setup.prepare_loop(self)
                 if settings.sanity_eval_batches and run.data.evaluation is not None:
                     with discarded_history(self.logbook), plan.state.kept():
                         few = loaders.limit(run.data.evaluation, settings.sanity_eval_batches)

@@ -46,6 +46,7 @@ from drivetrain.train.run import Run
 from drivetrain.train.signatures import check_hooks
 
 if TYPE_CHECKING:
+    from drivetrain.train.loop import TrainerLoop
     from drivetrain.train.trainer import Trainer
 
 
@@ -142,7 +143,7 @@ def prepare_evaluation(
     run.config = trainer._create_run_config(batch_size, 1, 1, None, None)
 
 
-def prepare_loop(trainer: "Trainer") -> None:
+def prepare_loop(trainer: "TrainerLoop") -> None:
     """Decide what the loop would otherwise ask at every step. Plugins have acted at FIT_START."""
     run, state, engine = trainer.run, trainer.state, trainer.engine
     settings, data, measures = run.require_settings(), run.data, run.measures
@@ -275,7 +276,7 @@ def _plan_evaluations(run: Run, state: State) -> None:
             plan.interval, plan.is_due = interval, interval.due
 
 
-def _log_steps(trainer: "Trainer") -> None:
+def _log_steps(trainer: "TrainerLoop") -> None:
     """Attach the means that loggers get every few updates, on all ranks if any of them has a logger."""
     run, state, engine = trainer.run, trainer.state, trainer.engine
     every, data, measures = run.require_settings().log_time, run.data, run.measures
@@ -344,7 +345,7 @@ def prepare_precision(trainer: "Trainer") -> None:
 # buffers, gradients and random numbers are restored, so the run that follows is the one that would have been without.
 
 
-def find_microbatch_size(trainer: "Trainer", given: int | str | None) -> int | None:
+def find_microbatch_size(trainer: "TrainerLoop", given: int | str | None) -> int | None:
     """Return the given number of rows, or for "auto" how many fit into memory with model and optimizer. None: no split."""
     if given is None or isinstance(given, int):
         return given
@@ -366,7 +367,7 @@ def find_microbatch_size(trainer: "Trainer", given: int | str | None) -> int | N
     return None if size == rows else size
 
 
-def _fits(trainer: "Trainer", part: object) -> bool:
+def _fits(trainer: "TrainerLoop", part: object) -> bool:
     state = trainer.state
     try:
         state.batch = part

@@ -202,8 +202,8 @@ class Trainer(TrainerLoop):
         return setup.copy_trainer(self, memo)
 
     def overrides(self, name: str) -> bool:
-        """Return whether a subclass, or a function assigned to the instance, replaces a method of the Trainer."""
-        return name in vars(self) or getattr(type(self), name) is not getattr(Trainer, name)
+        """Return whether a subclass, a function assigned to the instance, or a patch of the class replaces a method."""
+        return name in vars(self) or getattr(type(self), name) is not _OWN[name]
 
     @property
     def callback_handler(self) -> Any:
@@ -303,6 +303,7 @@ class Trainer(TrainerLoop):
             NonFiniteError: updates were not finite and the policy ends the run.
         """
         given, options = locals(), self._options
+        arguments.check_idle(self.run)
         arguments.check_loader_arguments(
             collate_fn, train_dataloader_kwargs=train_dataloader_kwargs, eval_dataloader_kwargs=eval_dataloader_kwargs
         )
@@ -566,11 +567,11 @@ class Trainer(TrainerLoop):
             data.evaluation = loaders.prepare(self.device, data.evaluation, overfit or settings.limit_eval_batches)
         self.engine.call("on_loaders_made")
 
-    def _prepare_loop(self) -> None:
-        setup.prepare_loop(self)
-
     def _check_eval_batch_size(self) -> None:
         loaders.map_loaders(setup.check_eval_loader, self.run.data.evaluation)
+
+
+_OWN = {name: getattr(Trainer, name) for name in dir(Trainer)}
 
 
 class TrainerWithTimmScheduler(Trainer):
