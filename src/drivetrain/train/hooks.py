@@ -92,6 +92,7 @@ class TrainerHooks:
     _loss_tracker: LossTracker = part("run.measures.tracker")
     _train_metrics: MetricSet = part("run.measures.train_metrics")
     _eval_metrics: MetricSet = part("run.measures.eval_metrics")
+    _pad_uneven_eval_batches = False  # never needed: every sample is evaluated once
 
     plan: "Strategy | None" = None  # as it was applied to the state
 

@@ -327,7 +327,7 @@ class Trainer(TrainerLoop):
             setup.prepare_run(self, train_dataloader_kwargs, eval_dataloader_kwargs, until_end)
             watch = watched_ranks(run, self.state.clock, self.device, self.update_plugins)
             with StopSignals() as run.agreement.signals, watch:
-                self._run_training()
+                self._run_to_end()
         return self.run_history.snapshot()
 
     def fit(self, *args: Any, **kwargs: Any) -> RunHistory:
