@@ -1,5 +1,6 @@
 """What `predict` joins, what it counts per batch, and what it cannot join."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
@@ -62,6 +63,25 @@ def test_what_differs_and_cannot_be_joined_is_named_and_none():
     with pytest.warns(DrivetrainWarning, match=r"the output\['cache'\]\['layer'\] \(a value of type object\) differs"):
         found = predict(model)
     assert found["rows"].shape == (10, 3) and found["cache"] == {"layer": None}
+
+
+@dataclass
+class Scores:
+    logits: torch.Tensor
+    parts: dict[str, torch.Tensor]
+    note: object
+
+
+def test_outputs_that_are_dataclasses_are_joined_and_arrays_in_them_are_named():
+    class Model(nn.Module):
+        def forward(self, x):
+            return Scores(2 * x, {"mean": x.mean(1)}, x.numpy())
+
+    rows = make_data(10).tensors[0]
+    with pytest.warns(DrivetrainWarning, match=r"the output.note \(a value of type ndarray\)"):
+        scores = Trainer(Model(), callbacks=()).predict(make_data(10), per_device_batch_size=4)
+    assert type(scores) is Scores and torch.equal(scores.logits, 2 * rows) and scores.note is None
+    assert torch.equal(scores.parts["mean"], rows.mean(1))
 
 
 def test_one_batch_is_joined_with_nothing():
