@@ -153,9 +153,8 @@ def test_outputs_of_micro_batches_that_are_dataclasses_are_joined():
 
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
-    trainer = PairTrainer(
-        model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[Watch()]
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = PairTrainer(model, nn.CrossEntropyLoss(), optimizer, callbacks=[Watch()], count_items=len_of)
     trainer.sizes = []
     data = TensorDataset(torch.randn(8, 4), torch.randint(0, 2, (8,)))
     trainer.train(data, num_epochs=1, microbatch_size=3, collate_fn=as_pair, train_dataloader_kwargs={"num_workers": 0})
