@@ -83,7 +83,6 @@ class TrainerHooks:
     run_history: RunHistory = part("logbook.history", "The recorded values, by metric.")
     settings: TrainSettings | None = part("run.settings")
     run_config: TrainerRunConfig | None = part("run.config")
-    evaluating: bool = part("run.is_evaluating")
     # What subclasses written for pytorch-accelerated read or assign.
     _train_dataloader: Any = part("run.data.train")
     _eval_dataloader: Any = part("run.data.evaluation")
@@ -221,9 +220,7 @@ class TrainerHooks:
 
     def _clip_gradients(self) -> None:
         """Clip once per update, by norm or by value."""
-        run, settings = self.run, self.run.settings
-        if settings is None:
-            return
+        run, settings = self.run, self.run.require_settings()
         if settings.gradient_clip_norm is not None and run.units is None:  # units clip by norm themselves
             norm = settings.gradient_clip_norm
             self.last_grad_norm = self.runtime.clip_grad_norm_(run.stepper.parameters, norm)

@@ -178,7 +178,8 @@ class Trainer(TrainerLoop):
         self.collate_fn: Callable[..., object] | None = None
         self.train_dataset = self.eval_dataset = None
         self.last_grad_norm: Tensor | None = None
-        self._eval_metrics, self._train_metrics = MetricSet(metrics), MetricSet(train_metrics, argument="train_metrics")
+        self._eval_metrics = MetricSet(metrics)
+        self._train_metrics = MetricSet(train_metrics, argument="train_metrics", beside=self._eval_metrics)
         self.run.stepper = self.runtime.stepper
         self.run.repeat = self.state.window_batches = WindowRepeat(self.device)
         self._resume_next: AnyPath | None = None
