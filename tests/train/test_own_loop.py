@@ -149,6 +149,16 @@ def test_epochs_and_evaluations_of_an_own_run_are_those_of_the_trainer(cls):
     assert own_facts == facts
 
 
+@pytest.mark.parametrize("cls", [OwnRun, OwnRunAndEpoch])
+@pytest.mark.parametrize("every", ["1ep", "2ba"])
+def test_an_own_run_saves_checkpoints_and_continues_from_them(cls, every, tmp_path):
+    whole, first, second = (make_trainer(cls=cls) for _ in range(3))
+    train(whole, num_epochs=3, eval_dataset=make_data(16))
+    train(first, num_epochs=2, eval_dataset=make_data(16), checkpoint_dir=tmp_path, checkpoint_every=every)
+    train(second, num_epochs=3, eval_dataset=make_data(16), checkpoint_dir=tmp_path, resume_from="auto")
+    assert second.state.clock.batch == 9 and all(map(torch.equal, weights(second.model), weights(whole.model)))
+
+
 def test_an_epoch_that_calls_the_trainers_own_is_recorded_once():
     class Around(Trainer):
         def _run_train_epoch(self, train_dl):

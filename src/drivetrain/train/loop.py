@@ -6,7 +6,6 @@ else. `drivetrain.core.event.Event` draws the same loop with its events.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -54,7 +53,7 @@ class TrainerLoop(EvaluationLoop):
     def _run_to_end(self) -> None:
         """Run the training, and always end in good order."""
         run, agreement = self.run, self.run.agreement
-        own = self._preparing_epochs() if self.overrides("_run_training") else nullcontext()
+        own = setup.preparing_epochs(self) if self.overrides("_run_training") else nullcontext()
         with with_attributes(run, is_running=True), self._reporting_errors(), own:
             self._run_training()
             resuming.finish(run, self.state, self.logbook)
@@ -63,17 +62,6 @@ class TrainerLoop(EvaluationLoop):
             raise agreement.stop
         if agreement.stop is not None:
             agreement.stop.__traceback__ = None  # its frames hold the Trainer
-
-    @contextmanager
-    def _preparing_epochs(self) -> Iterator[None]:
-        """Prepare every epoch that a `_run_training` of the user's own runs."""
-        given = {name: item for name, item in vars(self).items() if name == "_run_train_epoch"}
-        vars(self)["_run_train_epoch"] = partial(self._train_epoch, self._run_train_epoch)
-        try:
-            yield
-        finally:
-            del self._run_train_epoch
-            vars(self).update(given)
 
     def _run_training(self) -> None:
         """Run epochs until a limit or a stop."""
@@ -117,11 +105,7 @@ class TrainerLoop(EvaluationLoop):
 
     def _train_epoch(self, run_train_epoch: Callable[[Iterable[object]], object], loader: Iterable[object]) -> bool:
         """Prepare and run a training epoch, and record it; True means that the run has reached an end inside the epoch."""
-        if "_calls" in vars(self):  # prepared already
-            return bool(run_train_epoch(loader))
         run, clock = self.run, self.state.clock
-        if run.recovery is None:  # the run's first epoch, in a `_run_training` of the user's own
-            setup.prepare_loop(self)
         run.evaluation.begin_epoch()
         if clock.batch_in_epoch == 0:
             run.measures.tracker.reset()

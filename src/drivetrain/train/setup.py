@@ -6,9 +6,10 @@ restore. After FIT_START, when plugins have made their changes, `prepare_loop` d
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -338,6 +339,36 @@ def prepare_precision(trainer: "Trainer") -> None:
             f"precision='fp8' needs a CUDA device of compute capability 8.9 or newer; this run is on {device}. Use 'bf16' here."
         )
     convert_linears_to_fp8(model)
+
+
+# ---------------------------------------------------------------------- a run of the user's own
+# A subclass may write out the loop over epochs, as pytorch-accelerated's `_run_training` does. Around each epoch that it runs
+# this adds what the Trainer's own run does there: the preparation before the first one, counts and records, and the checkpoint.
+
+
+@contextmanager
+def preparing_epochs(trainer: "TrainerLoop") -> Iterator[None]:
+    """Prepare and save every epoch that a `_run_training` of the user's own runs."""
+    given = {name: item for name, item in vars(trainer).items() if name == "_run_train_epoch"}
+    vars(trainer)["_run_train_epoch"] = partial(_run_own_epoch, trainer, trainer._run_train_epoch)
+    try:
+        yield
+    finally:
+        del trainer._run_train_epoch
+        vars(trainer).update(given)
+
+
+def _run_own_epoch(trainer: "TrainerLoop", run_train_epoch: Callable[..., object], loader: Iterable[object]) -> bool:
+    run, limits = trainer.run, trainer.run.agreement.limits
+    if "_calls" in vars(trainer):  # `super()._run_training()` has prepared it
+        return bool(run_train_epoch(loader))
+    if run.recovery is None:  # the first one
+        prepare_loop(trainer)
+    ended = trainer._train_epoch(run_train_epoch, loader)
+    run.evaluation.unfinished = "nothing" if ended else ""
+    if run.checkpoints is not None:
+        run.checkpoints.at_epoch_end(ended or limits.reached(trainer.state.clock))
+    return ended
 
 
 # ---------------------------------------------------------------------- the largest micro-batch that fits
