@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from drivetrain.core.errors import DrivetrainWarning
+from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.train.callbacks import TrainerCallback
 from drivetrain.train.trainer import Trainer
 from tests.train.tasks import make_data, make_model, make_trainer, weights
@@ -82,6 +82,12 @@ def test_outputs_that_are_dataclasses_are_joined_and_arrays_in_them_are_named():
         scores = Trainer(Model(), callbacks=()).predict(make_data(10), per_device_batch_size=4)
     assert type(scores) is Scores and torch.equal(scores.logits, 2 * rows) and scores.note is None
     assert torch.equal(scores.parts["mean"], rows.mean(1))
+
+
+@pytest.mark.parametrize("given", [{"dataloader_kwargs": {"drop_last": True}}, {"collate_fn": list}])
+def test_settings_of_a_loader_that_is_there_already_are_an_error(given):
+    with pytest.raises(ConfigError, match="would have no effect: dataset is a loader"):
+        make_trainer().predict(DataLoader(make_data(), batch_size=4), **given)
 
 
 def test_one_batch_is_joined_with_nothing():

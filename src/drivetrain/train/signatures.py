@@ -76,11 +76,9 @@ def missing_attribute(trainer: "Trainer", name: str) -> AttributeError:
 def _check_parts(trainer: object) -> None:
     """Raise if a subclass uses the name of a part of the Trainer for something else."""
     for name, part in {"run": Run, "state": State, "engine": Engine, "logbook": Logbook}.items():
-        held, kind = vars(trainer).get(name), type(trainer).__name__
-        if hasattr(type(trainer), name) or not isinstance(held, part | None):
+        if hasattr(type(trainer), name) or not isinstance(vars(trainer).get(name), part | None):
             raise ConfigTypeError(
-                f"{kind}.{name} replaces a part of the Trainer, its {part.__name__}. Give your attribute or method another name, such as "
-                f"{kind}.my_{name}."
+                f"{type(trainer).__name__}.{name} replaces a part of the Trainer, its {part.__name__}. Use another name, such as my_{name}."
             )
 
 

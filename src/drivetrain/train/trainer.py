@@ -174,9 +174,8 @@ class Trainer(TrainerLoop):
         history = InMemoryRunHistory() if run_history is None else run_history
         self.logbook = Logbook(history, self.state.clock, tuple(loggers))
         self.run = Run(agreement=Agreement(self.state), shared=SharedParts(options=options), generate=options.generate)
-        self.create_scheduler_fn: object = None
         self.collate_fn: Callable[..., object] | None = None
-        self.train_dataset = self.eval_dataset = None
+        self.create_scheduler_fn = self.train_dataset = self.eval_dataset = None
         self.last_grad_norm: Tensor | None = None
         self._eval_metrics = MetricSet(metrics)
         self._train_metrics = MetricSet(train_metrics, argument="train_metrics", beside=self._eval_metrics)
@@ -309,8 +308,7 @@ class Trainer(TrainerLoop):
             collate_fn, train_dataloader_kwargs=train_dataloader_kwargs, eval_dataloader_kwargs=eval_dataloader_kwargs
         )
         check_flag("reset_run_history", reset_run_history)
-        if resume_from is None:
-            given["resume_from"] = self._resume_next
+        given["resume_from"] = self._resume_next if resume_from is None else resume_from
         settings = TrainSettings.from_arguments(given, options).scaled(self._schedule_ratio(), self.print)
         settings = settings.for_development() if fast_dev_run else resuming.follow_current_run(settings)
         run = self.run = self.run.followed_by(Agreement(self.state), settings)
@@ -423,7 +421,9 @@ class Trainer(TrainerLoop):
             padding_value = padding_token(self.model)
         loaders.use_data_ranks(self.run.shared)
         arguments.check_dataset("dataset", dataset)
-        if not loaders.is_ready_loader(dataset):
+        if loaders.is_ready_loader(dataset):
+            arguments.reject_unused("dataset", dataset, "dataloader_kwargs", dataloader_kwargs, collate_fn)
+        else:
             defaults = {"shuffle": False, **loaders.default_kwargs(self.device, dataset, per_device_batch_size)}
             with naming("dataloader_kwargs", dataloader_kwargs):
                 kwargs = loaders.merge_kwargs(dataset, defaults, dataloader_kwargs)
