@@ -1,5 +1,7 @@
 """How batches meet models."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch.utils.data import TensorDataset
 
 from drivetrain.core.errors import DrivetrainWarning
 from drivetrain.train.batches import PairForm, SeveralInputsForm, find_form, num_inputs
+from drivetrain.train.callbacks import TrainerCallback
 from drivetrain.train.trainer import Trainer
 
 
@@ -84,3 +87,76 @@ def test_what_a_plan_puts_around_forward_does_not_hide_its_arguments():
 
     assert num_inputs(Changed()) == 2
     assert num_inputs(torch.compile(Similarity(), backend="eager")) == 2
+
+
+@dataclass
+class Pair:
+    """A batch, and the outputs of a model, that are neither a tuple nor a mapping."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    names: list[str]
+
+
+class PairTrainer(Trainer):
+    sizes: list[tuple[int, int]]
+
+    def calculate_train_batch_loss(self, batch):
+        self.sizes.append((len(batch.y), len(batch.names)))
+        batch.x = 2 * batch.x  # the hook may change its batch
+        outputs = self.forward(batch.x)
+        loss = self.compute_loss(outputs, batch.y)
+        return {"loss": loss, "model_outputs": Pair(outputs, batch.y, batch.names), "batch_size": len(batch.y)}
+
+
+def as_pair(samples):
+    x, y = (torch.stack(column) for column in zip(*samples))
+    return Pair(x, y, [str(index) for index in range(len(y))])
+
+
+def train_pairs(cls, make_optimizer, factor=1, **settings):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).double()
+    trainer = cls(model, nn.CrossEntropyLoss(), make_optimizer(model.parameters()), callbacks=(), count_items=len_of)
+    trainer.sizes = []
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    data = TensorDataset(factor * x, (x.sum(1) > 0).long())
+    loading = {"shuffle": False}
+    trainer.train(data, num_epochs=2, per_device_batch_size=8, train_dataloader_kwargs=loading, **settings)
+    return trainer
+
+
+def len_of(batch):
+    return len(batch.y if isinstance(batch, Pair) else batch[1])
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.LBFGS])
+@pytest.mark.parametrize("size", [None, 3])
+def test_a_dataclass_as_batch_is_split_and_evaluated_again_like_a_tuple(optimizer, size):
+    make = lambda parameters: optimizer(parameters, lr=0.1)
+    own = train_pairs(PairTrainer, make, collate_fn=as_pair, microbatch_size=size)
+    plain = train_pairs(Trainer, make, factor=2, microbatch_size=size)
+    for ours, theirs in zip(own.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert set(own.sizes) == ({(8, 8)} if size is None else {(3, 3), (2, 2)})
+    assert own.run_history.get_metric_values("train_loss_epoch") == pytest.approx(
+        plain.run_history.get_metric_values("train_loss_epoch")
+    )
+
+
+def test_outputs_of_micro_batches_that_are_dataclasses_are_joined():
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
+            seen.append((batch_output["model_outputs"], batch_output["batch_size"]))
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = PairTrainer(model, nn.CrossEntropyLoss(), optimizer, callbacks=[Watch()], count_items=len_of)
+    trainer.sizes = []
+    data = TensorDataset(torch.randn(8, 4), torch.randint(0, 2, (8,)))
+    trainer.train(data, num_epochs=1, microbatch_size=3, collate_fn=as_pair, train_dataloader_kwargs={"num_workers": 0})
+    ((outputs, size),) = seen
+    assert type(outputs) is Pair and outputs.x.shape == (8, 2) and outputs.y.shape == (8,) and size == 8

@@ -199,10 +199,6 @@ def test_batch_norms_are_recognised():
     assert nn.SyncBatchNorm in BN_MODULES
 
 
-def test_restoring_modes_of_something_that_is_no_module_does_nothing():
-    restore_frozen_modes("a test double")
-
-
 def test_integer_parameters_are_left_alone():
     class Quantized(nn.Module):
         def __init__(self):

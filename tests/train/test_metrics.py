@@ -8,6 +8,7 @@ import torch
 
 from drivetrain.core.errors import BatchOutputError, ConfigError, DrivetrainWarning
 from drivetrain.train.tracking import MetricSet
+from tests.train.tasks import make_data, make_trainer, train
 
 torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -137,6 +138,21 @@ def test_metrics_are_computed_without_a_graph():
 def test_what_is_no_metric_is_refused_while_building(given, message):
     with pytest.raises(ConfigError, match=message):
         MetricSet(given)
+
+
+@pytest.mark.parametrize("as_collection", [True, False])
+def test_one_metric_for_training_and_evaluation_has_a_state_for_each(as_collection):
+    def accuracy():
+        made = {"accuracy": torchmetrics.Accuracy(task="multiclass", num_classes=3)}
+        return torchmetrics.MetricCollection(made) if as_collection else made
+
+    def run(metrics, train_metrics):
+        trainer = make_trainer(metrics=metrics, train_metrics=train_metrics)
+        history = train(trainer, make_data(40), eval_dataset=make_data(16), eval_interval="2ba")
+        return repr(history)
+
+    both = accuracy()
+    assert run(both, both) == run(accuracy(), accuracy())
 
 
 def test_torchmetrics_is_imported_only_by_the_user():

@@ -72,6 +72,93 @@ def test_an_own_loop_trains_as_the_trainers_does(cls, accumulation, smart, capsy
     assert own_losses == pytest.approx(losses)
 
 
+@pytest.mark.parametrize("settings", [{"gradient_accumulation_steps": 2}, {"microbatch_size": 3}])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_short_windows_and_batches_of_an_own_loop_count_by_their_samples(settings, reduction):
+    def run(cls):
+        trainer = make_trainer(cls=cls)
+        trainer.loss_func = torch.nn.CrossEntropyLoss(reduction=reduction)
+        history = train(trainer, make_data(37), num_epochs=2, **settings)  # 5 batches, the last of 5 samples
+        return weights(trainer.model), repr(history)
+
+    (own, own_history), (expected, history) = run(OwnEpoch), run(Trainer)
+    for one, other in zip(own, expected):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    assert own_history == history
+
+
+class OwnRun(Trainer):
+    """Writes out the epochs."""
+
+    def _run_training(self):
+        self.training_run_start()
+        self.callback_handler.call_event("on_training_run_start", self)
+        for _ in range(self.run_config.num_epochs):
+            self._run_train_epoch(self._train_dataloader)
+            self._run_eval_epoch(self._eval_dataloader)
+            self.training_run_epoch_end()
+            self.callback_handler.call_event("on_training_run_epoch_end", self)
+            self.run_history._increment_epoch()
+        self.training_run_end()
+        self.callback_handler.call_event("on_training_run_end", self)
+
+
+class OwnEvaluation(Trainer):
+    """Writes out an evaluation."""
+
+    def _run_eval_epoch(self, valid_dl, is_training=True, is_intermediate=False):
+        self.eval_epoch_start()
+        self._loss_tracker.reset()
+        self.callback_handler.call_event("on_eval_epoch_start", self, is_intermediate=is_intermediate)
+        accelerator, pads = self._accelerator, self._pad_uneven_eval_batches
+        joined = accelerator.join_uneven_inputs([self.model], even_batches=pads)
+        with accelerator.no_sync(self.model), joined, torch.no_grad():
+            for batch in valid_dl:
+                self.callback_handler.call_event("on_eval_step_start", self)
+                output = self.calculate_eval_batch_loss(batch)
+                self._update_loss_tracker(output["loss"], output["batch_size"])
+                self.callback_handler.call_event("on_eval_step_end", self, batch=batch, batch_output=output)
+        self.eval_epoch_end()
+        self._add_epoch_loss_to_run_history("eval_loss_epoch")
+        self.callback_handler.call_event("on_eval_epoch_end", self, is_intermediate=is_intermediate)
+
+
+class OwnRunAndEpoch(OwnRun, OwnEpoch):
+    pass
+
+
+class AroundRun(Trainer):
+    def _run_training(self):
+        super()._run_training()
+
+
+@pytest.mark.parametrize("cls", [OwnRun, OwnEvaluation, OwnRunAndEpoch, AroundRun])
+def test_epochs_and_evaluations_of_an_own_run_are_those_of_the_trainer(cls):
+    def run(cls):
+        trainer = make_trainer(cls=cls)
+        for _ in range(2):
+            history = train(
+                trainer, make_data(37), num_epochs=2, eval_dataset=make_data(21), gradient_accumulation_steps=2
+            )
+        assert "_run_train_epoch" not in vars(trainer) and not trainer.run.is_running
+        return weights(trainer.model), repr(history), trainer.run_history.current_epoch
+
+    (own, *own_facts), (expected, *facts) = run(cls), run(Trainer)
+    for one, other in zip(own, expected):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    assert own_facts == facts
+
+
+@pytest.mark.parametrize("cls", [OwnRun, OwnRunAndEpoch])
+@pytest.mark.parametrize("every", ["1ep", "2ba"])
+def test_an_own_run_saves_checkpoints_and_continues_from_them(cls, every, tmp_path):
+    whole, first, second = (make_trainer(cls=cls) for _ in range(3))
+    train(whole, num_epochs=3, eval_dataset=make_data(16))
+    train(first, num_epochs=2, eval_dataset=make_data(16), checkpoint_dir=tmp_path, checkpoint_every=every)
+    train(second, num_epochs=3, eval_dataset=make_data(16), checkpoint_dir=tmp_path, resume_from="auto")
+    assert second.state.clock.batch == 9 and all(map(torch.equal, weights(second.model), weights(whole.model)))
+
+
 def test_an_epoch_that_calls_the_trainers_own_is_recorded_once():
     class Around(Trainer):
         def _run_train_epoch(self, train_dl):

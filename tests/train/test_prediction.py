@@ -1,5 +1,6 @@
 """What `predict` joins, what it counts per batch, and what it cannot join."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from drivetrain.core.errors import DrivetrainWarning
+from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.train.callbacks import TrainerCallback
 from drivetrain.train.trainer import Trainer
 from tests.train.tasks import make_data, make_model, make_trainer, weights
@@ -62,6 +63,31 @@ def test_what_differs_and_cannot_be_joined_is_named_and_none():
     with pytest.warns(DrivetrainWarning, match=r"the output\['cache'\]\['layer'\] \(a value of type object\) differs"):
         found = predict(model)
     assert found["rows"].shape == (10, 3) and found["cache"] == {"layer": None}
+
+
+@dataclass
+class Scores:
+    logits: torch.Tensor
+    parts: dict[str, torch.Tensor]
+    note: object
+
+
+def test_outputs_that_are_dataclasses_are_joined_and_arrays_in_them_are_named():
+    class Model(nn.Module):
+        def forward(self, x):
+            return Scores(2 * x, {"mean": x.mean(1)}, x.numpy())
+
+    rows = make_data(10).tensors[0]
+    with pytest.warns(DrivetrainWarning, match=r"the output.note \(a value of type ndarray\)"):
+        scores = Trainer(Model(), callbacks=()).predict(make_data(10), per_device_batch_size=4)
+    assert type(scores) is Scores and torch.equal(scores.logits, 2 * rows) and scores.note is None
+    assert torch.equal(scores.parts["mean"], rows.mean(1))
+
+
+@pytest.mark.parametrize("given", [{"dataloader_kwargs": {"drop_last": True}}, {"collate_fn": list}])
+def test_settings_of_a_loader_that_is_there_already_are_an_error(given):
+    with pytest.raises(ConfigError, match="would have no effect: dataset is a loader"):
+        make_trainer().predict(DataLoader(make_data(), batch_size=4), **given)
 
 
 def test_one_batch_is_joined_with_nothing():

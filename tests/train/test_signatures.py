@@ -52,6 +52,16 @@ def test_a_forgotten_call_of_the_constructor_is_named():
         Late(nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize("name", ["run", "state", "engine", "logbook"])
+def test_an_attribute_or_method_in_place_of_a_part_of_the_trainer_is_named(name):
+    trainer = make()
+    setattr(trainer, name, {"project": "mine"})
+    with pytest.raises(ConfigTypeError, match=rf"Trainer.{name} replaces a part .* such as my_{name}"):
+        trainer.train(DATA, num_epochs=1)
+    with pytest.raises(ConfigTypeError, match=rf"Own.{name} replaces a part of the Trainer"):
+        make(type("Own", (Trainer,), {name: lambda self: self.train(DATA, num_epochs=1)})).evaluate(DATA)
+
+
 @pytest.mark.parametrize(
     ("name", "hint"),
     [

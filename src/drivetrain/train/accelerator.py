@@ -213,4 +213,4 @@ class TrainerRuntime:
 
 def overrides_runtime(runtime: TrainerRuntime, name: str) -> bool:
     """Return whether a subclass, or an assignment to the instance, replaces a method of the runtime."""
-    return name in vars(runtime) or getattr(type(runtime), name) is not getattr(TrainerRuntime, name)
+    return name in vars(runtime) or getattr(type(runtime), name, None) is not getattr(TrainerRuntime, name)

@@ -167,7 +167,7 @@ def check_dataset(name: str, data: object) -> None:
         raise ConfigTypeError(
             f"{name} is a {type(data).__name__} with the keys {parts}. Pass one of its parts. {wanted}"
         )
-    if hasattr(data, "iloc"):
+    if hasattr(type(data), "iloc"):
         raise ConfigTypeError(
             f"{name} is a {type(data).__name__}, which is indexed by column. Wrap it, for example as "
             "TensorDataset(torch.tensor(frame[inputs].values), torch.tensor(frame[target].values))."
@@ -212,6 +212,15 @@ def _differs(loader: object, key: str, value: object) -> bool:
             getattr(loader, "shuffle", isinstance(getattr(loader, "sampler", None), RandomSampler))
         )
     return getattr(loader, key, None) != value
+
+
+def check_idle(run: "Run") -> None:
+    """Raise for `train()` in a hook or callback of a run, whose state it would replace."""
+    if run.is_running:
+        raise ConfigError(
+            "train() was called during a run of the same Trainer. Call it when that run has ended, or make a second Trainer; "
+            "evaluate() and predict() may be called during a run."
+        )
 
 
 def check_loader_arguments(collate_fn: object, **loader_arguments: object) -> None:

@@ -22,7 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.arguments import accepted_names
-from drivetrain.core.containers import leaves, map_items, same_tuple
+from drivetrain.core.containers import (
+    field_values,
+    is_dataclass,
+    is_namedtuple,
+    leaves,
+    map_items,
+    replace_fields,
+    same_tuple,
+)
 from drivetrain.core.errors import BatchOutputError, ConfigError, ConfigTypeError, warn
 from drivetrain.module.accumulation import as_factor, share_of
 from drivetrain.module.wrapping import is_fully_sharded, num_inputs, own_loss, unwrap
@@ -285,32 +293,44 @@ def split_batch(batch: object, size: int) -> list[object]:
 
 
 def slice_rows(value: Any, start: int, stop: int, rows: int) -> Any:
-    """Return some rows of every tensor in nested containers that has that many."""
+    """Return some rows of every tensor in nested containers that has that many, and some items of other lists that have."""
     if isinstance(value, Tensor):
         return value[start:stop] if value.dim() and value.shape[0] == rows else value
-    if isinstance(value, Mapping):
-        return type(value)({k: slice_rows(v, start, stop, rows) for k, v in value.items()})  # type: ignore[call-arg]
-    if not isinstance(value, list | tuple):
-        return value
-    if hasattr(value, "_fields"):
-        return type(value)(*(slice_rows(v, start, stop, rows) for v in value))
-    if len(value) == rows and not any(isinstance(v, Tensor) for v in value):
+    is_list = isinstance(value, list | tuple) and not is_namedtuple(value)
+    if is_list and len(value) == rows and not any(isinstance(item, Tensor) for item in value):
         return value[start:stop]
-    return type(value)(slice_rows(v, start, stop, rows) for v in value)
+    return map_items(value, partial(slice_rows, start=start, stop=stop, rows=rows))
+
+
+class RaggedRows(list[Tensor]):
+    """Rows of different shapes, one tensor each."""
+
+
+def join_parts(parts: list[Any], join: Callable[[list[Any], str], Any], place: str = "the output") -> Any:
+    """Join nested containers of several batches into one. `join` gets the parts of each other value, and where it is."""
+    first = parts[0]
+    if isinstance(first, Mapping):
+        joined = {name: join_parts([part[name] for part in parts], join, f"{place}[{name!r}]") for name in first}
+        return joined if type(first) is dict else _like(first, joined)
+    if isinstance(first, list | tuple) and not isinstance(first, RaggedRows):
+        items = [join_parts(list(column), join, f"{place}[{k}]") for k, column in enumerate(zip(*parts))]
+        return same_tuple(first, items) if isinstance(first, tuple) else type(first)(items)
+    if is_dataclass(first):
+        columns = {name: [getattr(part, name) for part in parts] for name in field_values(first)}
+        return replace_fields(first, {name: join_parts(columns[name], join, f"{place}.{name}") for name in columns})
+    return join(parts, place)
 
 
 def join_outputs(parts: list[Any]) -> Any:
     """Concatenate the outputs of micro-batches along their first dimension, detached."""
+    return join_parts(parts, _concatenated)
+
+
+def _concatenated(parts: list[Any], place: str) -> Any:
     first = parts[0]
-    if isinstance(first, Tensor):
-        return first.detach() if not first.dim() else torch.cat([part.detach() for part in parts])
-    if isinstance(first, Mapping):
-        joined = {k: join_outputs([part[k] for part in parts]) for k in first}
-        return joined if type(first) is dict else _like(first, joined)
-    if isinstance(first, list | tuple):
-        items = [join_outputs(list(column)) for column in zip(*parts)]
-        return same_tuple(first, items) if isinstance(first, tuple) else type(first)(items)
-    return first
+    if not isinstance(first, Tensor):
+        return first
+    return torch.cat([part.detach() for part in parts]) if first.dim() else first.detach()
 
 
 def join_batch_outputs(outputs: list[BatchOutput], is_sum: bool, joins: bool) -> BatchOutput:

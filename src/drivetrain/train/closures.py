@@ -224,4 +224,4 @@ class _SecondScale:
 
 def _shallow(batch: object) -> object:
     """Return a batch whose entries can be replaced without changing the one given."""
-    return copy.copy(batch) if isinstance(batch, Mapping | list) else batch
+    return batch if isinstance(batch, Tensor | tuple) else copy.copy(batch)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from drivetrain.context.moving import move_to_device
 from drivetrain.context.state import State
-from drivetrain.core.containers import leaves, map_items, same_tuple, with_attributes
+from drivetrain.core.containers import leaves, map_items, with_attributes
 from drivetrain.core.engine import Engine
 from drivetrain.core.errors import BatchOutputError, ConfigError, warn
 from drivetrain.core.event import Event
@@ -27,7 +27,7 @@ from drivetrain.runtime.seeds import preserve_rng_state
 from drivetrain.train import loaders
 from drivetrain.train.accelerator import TrainerRuntime
 from drivetrain.train.arguments import check_batch_output
-from drivetrain.train.batches import BatchOutput, _like, find_inputs, join_outputs, map_tensors
+from drivetrain.train.batches import BatchOutput, RaggedRows, find_inputs, join_outputs, join_parts, map_tensors
 from drivetrain.train.hooks import TrainerHooks
 from drivetrain.train.items import LossCounting
 from drivetrain.train.logbook import Logbook
@@ -348,7 +348,7 @@ def run_prediction(
         fire.predict_end()
     if not parts:
         raise ConfigError("predict() has no samples: the dataset is empty, or limit_batches is too small.")
-    return _join(parts, padding_value)
+    return join_parts(parts, partial(_joined, padding_value=padding_value))
 
 
 def _in_dataset_order(runtime: TrainerRuntime, loader: object, rows: object) -> object:
@@ -376,16 +376,14 @@ def _padded(rows: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
     return filled
 
 
-class _Rows(list[Tensor]):
-    """Rows of different shapes, one tensor each."""
-
-
-def _cut(rows: Tensor, shapes: tuple[tuple[int, ...], ...]) -> Tensor | _Rows:
+def _cut(rows: Tensor, shapes: tuple[tuple[int, ...], ...]) -> Tensor | RaggedRows:
     """Give the rows of each rank their own shape back."""
     if all(shape[1:] == shapes[0][1:] for shape in shapes):
         return rows
     parts = rows.split([shape[0] for shape in shapes])
-    return _Rows(row[tuple(slice(size) for size in shape[1:])] for part, shape in zip(parts, shapes) for row in part)
+    return RaggedRows(
+        row[tuple(slice(size) for size in shape[1:])] for part, shape in zip(parts, shapes) for row in part
+    )
 
 
 def _with_rows(value: object, device: torch.device) -> object:
@@ -397,10 +395,10 @@ def _with_rows(value: object, device: torch.device) -> object:
     return map_items(value, partial(_with_rows, device=device))
 
 
-def _join(parts: list[Any], padding_value: float | None = None, place: str = "the output") -> Any:
-    """Join the outputs of all batches along their first dimension. Rows of different shapes become a list, or are padded."""
+def _joined(parts: list[Any], place: str, padding_value: float | None) -> Any:
+    """Join one entry of the outputs of all batches along its first dimension. Rows of different shapes become a list, or are padded."""
     first = parts[0]
-    if isinstance(first, Tensor | _Rows):
+    if isinstance(first, Tensor | RaggedRows):
         if all(isinstance(part, Tensor) and part.shape[1:] == parts[0].shape[1:] for part in parts):
             return torch.cat(parts)
         rows = [row for part in parts for row in part]
@@ -408,14 +406,11 @@ def _join(parts: list[Any], padding_value: float | None = None, place: str = "th
             return rows
         largest = tuple(map(max, zip(*(row.shape for row in rows))))
         return torch.cat([_padded(row.unsqueeze(0), largest, padding_value) for row in rows])
-    if isinstance(first, Mapping):
-        joined = {name: _join([part[name] for part in parts], padding_value, f"{place}[{name!r}]") for name in first}
-        return joined if type(first) is dict else _like(first, joined)
-    if isinstance(first, list | tuple):
-        items = [_join(list(column), padding_value, f"{place}[{k}]") for k, column in enumerate(zip(*parts))]
-        return same_tuple(first, items) if isinstance(first, tuple) else type(first)(items)
-    if all(part is first or part == first for part in parts[1:]):
-        return first
+    try:
+        if all(part is first or part == first for part in parts[1:]):
+            return first
+    except (RuntimeError, ValueError):  # arrays, whose comparison is an array
+        pass
     warn(
         f"predict(): {place} (a value of type {type(first).__name__}) differs from batch to batch and cannot be joined, so it is None "
         "in the result. Override calculate_predict_batch to return what you need as tensors."

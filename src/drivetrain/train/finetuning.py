@@ -130,12 +130,11 @@ class ModelFreezer:
         return first, last
 
 
-def restore_frozen_modes(model: object) -> None:
+def restore_frozen_modes(model: nn.Module) -> None:
     """Restore eval mode of modules that were frozen in it. The Trainer calls this after `model.train()`."""
-    if isinstance(model, nn.Module):
-        for module in model.modules():
-            if _KEPT_IN_EVAL in module.__dict__:
-                module.training = False
+    for module in model.modules():
+        if _KEPT_IN_EVAL in module.__dict__:
+            module.training = False
 
 
 def _trainable(module: nn.Module, recurse: bool = True) -> list[nn.Parameter]:

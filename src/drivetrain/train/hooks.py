@@ -83,7 +83,6 @@ class TrainerHooks:
     run_history: RunHistory = part("logbook.history", "The recorded values, by metric.")
     settings: TrainSettings | None = part("run.settings")
     run_config: TrainerRunConfig | None = part("run.config")
-    evaluating: bool = part("run.is_evaluating")
     # What subclasses written for pytorch-accelerated read or assign.
     _train_dataloader: Any = part("run.data.train")
     _eval_dataloader: Any = part("run.data.evaluation")
@@ -92,6 +91,7 @@ class TrainerHooks:
     _loss_tracker: LossTracker = part("run.measures.tracker")
     _train_metrics: MetricSet = part("run.measures.train_metrics")
     _eval_metrics: MetricSet = part("run.measures.eval_metrics")
+    _pad_uneven_eval_batches = False  # never needed: every sample is evaluated once
 
     plan: "Strategy | None" = None  # as it was applied to the state
 
@@ -220,9 +220,7 @@ class TrainerHooks:
 
     def _clip_gradients(self) -> None:
         """Clip once per update, by norm or by value."""
-        run, settings = self.run, self.run.settings
-        if settings is None:
-            return
+        run, settings = self.run, self.run.require_settings()
         if settings.gradient_clip_norm is not None and run.units is None:  # units clip by norm themselves
             norm = settings.gradient_clip_norm
             self.last_grad_norm = self.runtime.clip_grad_norm_(run.stepper.parameters, norm)

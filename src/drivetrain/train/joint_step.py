@@ -11,7 +11,7 @@ from drivetrain.train.batches import BatchForm, BatchOutput, CallByForm, LossByF
 
 if TYPE_CHECKING:
     from drivetrain.train.hooks import TrainerHooks
-    from drivetrain.train.trainer import Trainer
+    from drivetrain.train.loop import TrainerLoop
 
 
 LOSS_HOOKS = ("calculate_train_batch_loss", "forward", "compute_loss")
@@ -26,7 +26,7 @@ _STEP_HOOKS = (
 )
 
 
-def loss_graph_of(trainer: "Trainer") -> LossGraph:
+def loss_graph_of(trainer: "TrainerLoop") -> LossGraph:
     """Return whether model and loss function may be one graph in training: nothing acts between them or differentiates the outputs.
 
     The graph returns no outputs where nothing reads them. A plugin that does not declare what it reads may read them.

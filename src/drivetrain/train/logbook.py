@@ -160,9 +160,7 @@ class StepLosses(TrainerCallback):
             metrics: dict[str, Count] = {f"train_{name}_step": mean for name, mean in self._take(state).items()}
             logger.log_step(metrics | (learning_rates(state.optimizers) if self._logs_rates else {}))
 
-    def epoch_end(self, state: State, logger: Logbook) -> None:
-        """Log when an interval in epochs is due."""
-        self.batch_end(state, logger)
+    epoch_end = batch_end  # for an interval in epochs
 
     def state_dict(self) -> StateDict:
         """Return the partial sums of every data rank. All ranks must call this."""

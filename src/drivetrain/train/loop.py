@@ -5,7 +5,7 @@ else. `drivetrain.core.event.Event` draws the same loop with its events.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from drivetrain.module.accumulation import Count
 from drivetrain.module.ddp import check_reduced
 from drivetrain.runtime.signals import SAVE_SIGNAL
 from drivetrain.runtime.workers import report_failure
-from drivetrain.train import loaders, resuming
+from drivetrain.train import loaders, resuming, setup
 from drivetrain.train.accelerator import overrides_runtime
 from drivetrain.train.agreement import STOP
 from drivetrain.train.arguments import check_batch_output, check_loss, warn_of_sample_weights
@@ -47,49 +47,55 @@ class TrainerLoop(EvaluationLoop):
     """Runs the loop of a Trainer."""
 
     last_grad_norm: Tensor | None
-    _prepare_loop: Callable[[], None]  # a method of `Trainer`
+    update_plugins: Callable[[], None]  # a method of `Trainer`
     _calls: StepCalls  # of the current epoch; they refer to the trainer, so they are deleted at its end
 
-    def _run_training(self) -> None:
-        """Run epochs until a limit, a stop or an error; always end in good order."""
-        run, state, agreement = self.run, self.state, self.run.agreement
-        settings, limits, plan = run.require_settings(), agreement.limits, run.evaluation
-        with with_attributes(run, is_running=True), self._reporting_errors():
-            try:
-                self.training_run_start()
-                run.fire.fit_start()
-                self._prepare_loop()
-                if settings.sanity_eval_batches and run.data.evaluation is not None:
-                    with discarded_history(self.logbook), plan.state.kept():
-                        few = loaders.limit(run.data.evaluation, settings.sanity_eval_batches)
-                        self._run_eval_epoch(few, is_intermediate=True)  # a mistake there shows in seconds
-                self._handle_requests()
-                if plan.unfinished == "epoch":  # the run was stopped during the evaluation at an epoch's end
-                    resuming.apply_restored_rng(run)
-                    self._finish_epoch(ended=limits.reached(state.clock))
-                if settings.resume_from is not None and not self._has_work():
-                    self.print(
-                        "Nothing is left to train: this run has reached its end. Set a later one, such as num_epochs, to continue."
-                    )
-                while self._has_work():
-                    if self._run_epoch():
-                        break
-                resuming.apply_restored_rng(run)  # of a run that had already ended
-            except (StopTrainingError, TrainingStopped) as stop:
-                agreement.check_all_ranks_stop(stop, type(self).__name__)
-                agreement.stop = stop
-            run.inside_step = False
-            if agreement.stop is not None:
-                self.print(f"Training stopped: {agreement.stop}")
-                run.fire.stop()
-            self.training_run_end()
-            run.fire.fit_end()
-            resuming.finish(run, state, self.logbook)
+    def _run_to_end(self) -> None:
+        """Run the training, and always end in good order."""
+        run, agreement = self.run, self.run.agreement
+        own = setup.preparing_epochs(self) if self.overrides("_run_training") else nullcontext()
+        with with_attributes(run, is_running=True), self._reporting_errors(), own:
+            self._run_training()
+            resuming.finish(run, self.state, self.logbook)
             run.fire = self.engine.on
         if isinstance(agreement.stop, TrainingStopped):
             raise agreement.stop
         if agreement.stop is not None:
             agreement.stop.__traceback__ = None  # its frames hold the Trainer
+
+    def _run_training(self) -> None:
+        """Run epochs until a limit or a stop."""
+        run, state, agreement = self.run, self.state, self.run.agreement
+        settings, limits, plan = run.require_settings(), agreement.limits, run.evaluation
+        try:
+            self.training_run_start()
+            run.fire.fit_start()
+            setup.prepare_loop(self)
+            if settings.sanity_eval_batches and run.data.evaluation is not None:
+                with discarded_history(self.logbook), plan.state.kept():
+                    few = loaders.limit(run.data.evaluation, settings.sanity_eval_batches)
+                    self._run_eval_epoch(few, is_intermediate=True)  # a mistake there shows in seconds
+            self._handle_requests()
+            if plan.unfinished == "epoch":  # the run was stopped during the evaluation at an epoch's end
+                resuming.apply_restored_rng(run)
+                self._finish_epoch(ended=limits.reached(state.clock))
+            if settings.resume_from is not None and not self._has_work():
+                self.print(
+                    "Nothing is left to train: this run has reached its end. Set a later one, such as num_epochs."
+                )
+            while self._has_work():
+                if self._finish_epoch(self._train_epoch(self._run_train_epoch, self._train_dataloader)):
+                    break
+            resuming.apply_restored_rng(run)  # of a run that had already ended
+        except (StopTrainingError, TrainingStopped) as stop:
+            agreement.check_all_ranks_stop(stop, type(self).__name__)
+            agreement.stop = stop
+        run.inside_step = False
+        if agreement.stop is not None:
+            self.print(f"Training stopped: {agreement.stop}")
+            run.fire.stop()
+        self.training_run_end()
+        run.fire.fit_end()
 
     def _has_work(self) -> bool:
         """Return whether there are steps to run, or at least the end of an epoch that was interrupted."""
@@ -97,20 +103,19 @@ class TrainerLoop(EvaluationLoop):
         is_cut = bool(clock.batch_in_epoch) and run.evaluation.unfinished != "nothing"
         return is_cut or not run.agreement.limits.reached(clock)
 
-    def _run_epoch(self) -> bool:
-        """Train over the data once, evaluate when due; True means that the run has reached an end inside the epoch."""
+    def _train_epoch(self, run_train_epoch: Callable[[Iterable[object]], object], loader: Iterable[object]) -> bool:
+        """Prepare and run a training epoch, and record it; True means that the run has reached an end inside the epoch."""
         run, clock = self.run, self.state.clock
         run.evaluation.begin_epoch()
         if clock.batch_in_epoch == 0:
             run.measures.tracker.reset()
             run.measures.train_metrics.reset()
-            loaders.set_epoch(self._train_dataloader, clock.epoch)
-        # A subclass may write out the loop over the batches itself.
-        own_loop = CountingLoader(self, self._train_dataloader)
+            loaders.set_epoch(loader, clock.epoch)
+        own_loop = CountingLoader(self, loader)  # a subclass may write out the loop over the batches
         epoch, run.epoch_is_recorded = clock.epoch, False
         self._calls = self._choose_calls()
         try:
-            ended = bool(self._run_train_epoch(own_loop)) or own_loop.ended
+            ended = bool(run_train_epoch(own_loop)) or own_loop.ended
             own_loop.close()
         finally:
             del self._calls
@@ -119,7 +124,7 @@ class TrainerLoop(EvaluationLoop):
         if not run.epoch_is_recorded:
             self._record_epoch_metrics("train")
         self._record_means("train")
-        return self._finish_epoch(ended)
+        return ended
 
     def _finish_epoch(self, ended: bool) -> bool:
         """Evaluate when due, and end the epoch; a run that is stopped here begins here when it is resumed."""
@@ -256,6 +261,9 @@ class TrainerLoop(EvaluationLoop):
                 self._backward(self._forward_and_loss())
         else:
             self._backward(self._forward_and_loss())
+        stepper = run.stepper
+        if not stepper.is_simple and stepper.synchronises and stepper.window.closes:
+            stepper.finish()  # here too, because a subclass may write out what comes next
 
     def _forward_and_loss(self, announce: bool = True) -> BatchOutput:
         """Run the loss hook on `state.batch` with the events around it, and track the loss."""

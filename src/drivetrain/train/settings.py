@@ -105,14 +105,10 @@ class TrainSettings:
         if not isinstance(self.fast_dev_run, bool):
             check_count("fast_dev_run", self.fast_dev_run, at_least=0, hint=" batches, True or False")
         self._check_limits()
-        counts = {
-            "gradient_accumulation_steps": 1,
-            "per_device_batch_size": 1,
-            "sanity_eval_batches": 0,
-            "overfit_batches": 0,
-        }
-        for name, at_least in counts.items():
-            check_count(name, getattr(self, name), at_least=at_least)
+        for name in ("gradient_accumulation_steps", "per_device_batch_size"):
+            check_count(name, getattr(self, name))
+        for name in ("sanity_eval_batches", "overfit_batches"):
+            check_count(name, getattr(self, name), at_least=0)
         for name in ("global_batch_size", "keep_checkpoints"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), hint=", or None")

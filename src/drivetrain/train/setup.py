@@ -6,9 +6,10 @@ restore. After FIT_START, when plugins have made their changes, `prepare_loop` d
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,7 @@ from drivetrain.train.run import Run
 from drivetrain.train.signatures import check_hooks
 
 if TYPE_CHECKING:
+    from drivetrain.train.loop import TrainerLoop
     from drivetrain.train.trainer import Trainer
 
 
@@ -94,6 +96,8 @@ def prepare_run(
         max_num_train_steps=settings.max_num_train_steps,
         gradient_clip_value=settings.gradient_clip_value,
     )
+    if run.data.evaluation is not None:
+        trainer._check_eval_batch_size()
     arguments.check_watched_metrics(trainer.callback_handler, loaders.set_names(run.data.evaluation))
     limits = run.agreement.limits = settings.limits()
     state.max_duration = limits.duration(config.num_local_update_steps_per_epoch)
@@ -140,7 +144,7 @@ def prepare_evaluation(
     run.config = trainer._create_run_config(batch_size, 1, 1, None, None)
 
 
-def prepare_loop(trainer: "Trainer") -> None:
+def prepare_loop(trainer: "TrainerLoop") -> None:
     """Decide what the loop would otherwise ask at every step. Plugins have acted at FIT_START."""
     run, state, engine = trainer.run, trainer.state, trainer.engine
     settings, data, measures = run.require_settings(), run.data, run.measures
@@ -273,7 +277,7 @@ def _plan_evaluations(run: Run, state: State) -> None:
             plan.interval, plan.is_due = interval, interval.due
 
 
-def _log_steps(trainer: "Trainer") -> None:
+def _log_steps(trainer: "TrainerLoop") -> None:
     """Attach the means that loggers get every few updates, on all ranks if any of them has a logger."""
     run, state, engine = trainer.run, trainer.state, trainer.engine
     every, data, measures = run.require_settings().log_time, run.data, run.measures
@@ -337,12 +341,42 @@ def prepare_precision(trainer: "Trainer") -> None:
     convert_linears_to_fp8(model)
 
 
+# ---------------------------------------------------------------------- a run of the user's own
+# A subclass may write out the loop over epochs, as pytorch-accelerated's `_run_training` does. Around each epoch that it runs
+# this adds what the Trainer's own run does there: the preparation before the first one, counts and records, and the checkpoint.
+
+
+@contextmanager
+def preparing_epochs(trainer: "TrainerLoop") -> Iterator[None]:
+    """Prepare and save every epoch that a `_run_training` of the user's own runs."""
+    given = {name: item for name, item in vars(trainer).items() if name == "_run_train_epoch"}
+    vars(trainer)["_run_train_epoch"] = partial(_run_own_epoch, trainer, trainer._run_train_epoch)
+    try:
+        yield
+    finally:
+        del trainer._run_train_epoch
+        vars(trainer).update(given)
+
+
+def _run_own_epoch(trainer: "TrainerLoop", run_train_epoch: Callable[..., object], loader: Iterable[object]) -> bool:
+    run, limits = trainer.run, trainer.run.agreement.limits
+    if "_calls" in vars(trainer):  # `super()._run_training()` has prepared it
+        return bool(run_train_epoch(loader))
+    if run.recovery is None:  # the first one
+        prepare_loop(trainer)
+    ended = trainer._train_epoch(run_train_epoch, loader)
+    run.evaluation.unfinished = "nothing" if ended else ""
+    if run.checkpoints is not None:
+        run.checkpoints.at_epoch_end(ended or limits.reached(trainer.state.clock))
+    return ended
+
+
 # ---------------------------------------------------------------------- the largest micro-batch that fits
 # Starting from the whole batch, a step is tried; out of memory halves the size. All ranks use the smallest size any of them needs. Weights,
 # buffers, gradients and random numbers are restored, so the run that follows is the one that would have been without.
 
 
-def find_microbatch_size(trainer: "Trainer", given: int | str | None) -> int | None:
+def find_microbatch_size(trainer: "TrainerLoop", given: int | str | None) -> int | None:
     """Return the given number of rows, or for "auto" how many fit into memory with model and optimizer. None: no split."""
     if given is None or isinstance(given, int):
         return given
@@ -364,7 +398,7 @@ def find_microbatch_size(trainer: "Trainer", given: int | str | None) -> int | N
     return None if size == rows else size
 
 
-def _fits(trainer: "Trainer", part: object) -> bool:
+def _fits(trainer: "TrainerLoop", part: object) -> bool:
     state = trainer.state
     try:
         state.batch = part

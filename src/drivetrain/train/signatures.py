@@ -9,10 +9,14 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from drivetrain.context.state import State
+from drivetrain.core.engine import Engine
 from drivetrain.core.errors import ConfigTypeError, did_you_mean, nearest_name, warn
 from drivetrain.core.lazy import Slot
 from drivetrain.data.workers import ending_workers
 from drivetrain.train.hooks import TrainerHooks
+from drivetrain.train.logbook import Logbook
+from drivetrain.train.run import Run
 
 if TYPE_CHECKING:
     from drivetrain.train.trainer import Trainer
@@ -39,6 +43,7 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
         for name in kwargs:
             if name not in valid:
                 raise TypeError(_unknown_keyword(function.__name__, name, valid))
+        _check_parts(args[0])
         with ending_workers():
             return function(*args, **kwargs)
 
@@ -66,6 +71,15 @@ def missing_attribute(trainer: "Trainer", name: str) -> AttributeError:
     instead = FOREIGN_METHODS.load().get(name)
     hint = f" Write instead: {instead}." if instead else did_you_mean(name, [n for n in dir(kind) if n[0] != "_"])
     return AttributeError(f"{kind.__name__!r} object has no attribute {name!r}.{hint}")
+
+
+def _check_parts(trainer: object) -> None:
+    """Raise if a subclass uses the name of a part of the Trainer for something else."""
+    for name, part in {"run": Run, "state": State, "engine": Engine, "logbook": Logbook}.items():
+        if hasattr(type(trainer), name) or not isinstance(vars(trainer).get(name), part | None):
+            raise ConfigTypeError(
+                f"{type(trainer).__name__}.{name} replaces a part of the Trainer, its {part.__name__}. Use another name, such as my_{name}."
+            )
 
 
 def check_hooks(trainer: "Trainer") -> None:

@@ -5,6 +5,7 @@ in a ring, a full ring is added to one running sum on the device, and a number l
 constant over any number of steps, and an update costs about a microsecond.
 """
 
+import copy
 import math
 import re
 import sys
@@ -349,14 +350,15 @@ class MetricSet:
     0.6667
     """
 
-    def __init__(self, metrics: object = None, *, argument: str = "metrics"):
+    def __init__(self, metrics: object = None, *, argument: str = "metrics", beside: "MetricSet | None" = None):
         self._stateful: dict[str, Any] = {}  # torchmetrics metrics; a collection has the name ""
         self._plain: dict[str, PlainMetric] = {}
         self._means: dict[str, LossTracker] = {}
         if metrics is None:
             return
+        shared = {id(part) for metric in (beside._stateful.values() if beside else ()) for part in metric.modules()}
         if _is_torchmetrics(metrics, "MetricCollection"):
-            self._stateful[""] = metrics
+            self._stateful[""] = _apart(metrics, shared)
             return
         if not isinstance(metrics, Mapping):
             raise ConfigError(
@@ -365,7 +367,7 @@ class MetricSet:
             )
         for name, metric in metrics.items():
             if _is_torchmetrics(metric, "Metric") or _is_torchmetrics(metric, "MetricCollection"):
-                self._stateful[str(name)] = metric
+                self._stateful[str(name)] = _apart(metric, shared)
             elif callable(metric) and not isinstance(metric, type):
                 self._plain[str(name)] = metric
                 self._means[str(name)] = LossTracker()
@@ -444,6 +446,11 @@ class MetricSet:
             _flatten(name, metric.compute(), values)
         values.update(reduce_means(self._means))
         return values
+
+
+def _apart(metric: Any, shared: set[int]) -> Any:
+    """Return a copy of a metric that another set uses too: each phase needs a state of its own."""
+    return metric if shared.isdisjoint(map(id, metric.modules())) else copy.deepcopy(metric)
 
 
 def _is_torchmetrics(value: object, kind: str) -> bool:

@@ -174,11 +174,11 @@ class Trainer(TrainerLoop):
         history = InMemoryRunHistory() if run_history is None else run_history
         self.logbook = Logbook(history, self.state.clock, tuple(loggers))
         self.run = Run(agreement=Agreement(self.state), shared=SharedParts(options=options), generate=options.generate)
-        self.create_scheduler_fn: object = None
         self.collate_fn: Callable[..., object] | None = None
-        self.train_dataset = self.eval_dataset = None
+        self.create_scheduler_fn = self.train_dataset = self.eval_dataset = None
         self.last_grad_norm: Tensor | None = None
-        self._eval_metrics, self._train_metrics = MetricSet(metrics), MetricSet(train_metrics, argument="train_metrics")
+        self._eval_metrics = MetricSet(metrics)
+        self._train_metrics = MetricSet(train_metrics, argument="train_metrics", beside=self._eval_metrics)
         self.run.stepper = self.runtime.stepper
         self.run.repeat = self.state.window_batches = WindowRepeat(self.device)
         self._resume_next: AnyPath | None = None
@@ -202,8 +202,8 @@ class Trainer(TrainerLoop):
         return setup.copy_trainer(self, memo)
 
     def overrides(self, name: str) -> bool:
-        """Return whether a subclass, or a function assigned to the instance, replaces a method of the Trainer."""
-        return name in vars(self) or getattr(type(self), name) is not getattr(Trainer, name)
+        """Return whether a subclass, a function assigned to the instance, or a patch of the class replaces a method."""
+        return name in vars(self) or getattr(type(self), name) is not _OWN[name]
 
     @property
     def callback_handler(self) -> Any:
@@ -303,12 +303,12 @@ class Trainer(TrainerLoop):
             NonFiniteError: updates were not finite and the policy ends the run.
         """
         given, options = locals(), self._options
+        arguments.check_idle(self.run)
         arguments.check_loader_arguments(
             collate_fn, train_dataloader_kwargs=train_dataloader_kwargs, eval_dataloader_kwargs=eval_dataloader_kwargs
         )
         check_flag("reset_run_history", reset_run_history)
-        if resume_from is None:
-            given["resume_from"] = self._resume_next
+        given["resume_from"] = self._resume_next if resume_from is None else resume_from
         settings = TrainSettings.from_arguments(given, options).scaled(self._schedule_ratio(), self.print)
         settings = settings.for_development() if fast_dev_run else resuming.follow_current_run(settings)
         run = self.run = self.run.followed_by(Agreement(self.state), settings)
@@ -326,7 +326,7 @@ class Trainer(TrainerLoop):
             setup.prepare_run(self, train_dataloader_kwargs, eval_dataloader_kwargs, until_end)
             watch = watched_ranks(run, self.state.clock, self.device, self.update_plugins)
             with StopSignals() as run.agreement.signals, watch:
-                self._run_training()
+                self._run_to_end()
         return self.run_history.snapshot()
 
     def fit(self, *args: Any, **kwargs: Any) -> RunHistory:
@@ -421,7 +421,9 @@ class Trainer(TrainerLoop):
             padding_value = padding_token(self.model)
         loaders.use_data_ranks(self.run.shared)
         arguments.check_dataset("dataset", dataset)
-        if not loaders.is_ready_loader(dataset):
+        if loaders.is_ready_loader(dataset):
+            arguments.reject_unused("dataset", dataset, "dataloader_kwargs", dataloader_kwargs, collate_fn)
+        else:
             defaults = {"shuffle": False, **loaders.default_kwargs(self.device, dataset, per_device_batch_size)}
             with naming("dataloader_kwargs", dataloader_kwargs):
                 kwargs = loaders.merge_kwargs(dataset, defaults, dataloader_kwargs)
@@ -564,14 +566,13 @@ class Trainer(TrainerLoop):
         if data.evaluation is not None:
             loaders.map_loaders(partial(loaders.warn_if_read_once, "evaluation", settings), data.evaluation)
             data.evaluation = loaders.prepare(self.device, data.evaluation, overfit or settings.limit_eval_batches)
-            self._check_eval_batch_size()
         self.engine.call("on_loaders_made")
-
-    def _prepare_loop(self) -> None:
-        setup.prepare_loop(self)
 
     def _check_eval_batch_size(self) -> None:
         loaders.map_loaders(setup.check_eval_loader, self.run.data.evaluation)
+
+
+_OWN = {name: getattr(Trainer, name) for name in dir(Trainer)}
 
 
 class TrainerWithTimmScheduler(Trainer):

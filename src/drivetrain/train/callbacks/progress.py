@@ -149,7 +149,7 @@ class ProgressBarCallback(TrainerCallback):
         loss = self._measures.tracker.latest_known
         figures = [] if loss is None else [f"loss {loss:.4g}"]
         groups = getattr(self._optimizers[0], "param_groups", None) if self._optimizers and phase.trains else None
-        rate = groups[0].get("lr") if groups else None
+        rate = groups[0].get("lr") if isinstance(groups, list) and groups else None
         is_on_device = isinstance(rate, Tensor) and rate.device.type != "cpu"  # reading it would make the host wait
         if rate is not None and not is_on_device:
             figures.append(f"lr {float(rate):.3g}")

@@ -49,18 +49,14 @@ class WSDLrScheduler(StatefulSchedulerBase):
         require_numbers(given, "lr_min", at_least=0, at_most=1, hint=", a fraction of the base rate")
         for name in ("use_inverse_sqrt_decay", "is_continuation_from_checkpoint"):
             require(isinstance(given[name], bool), f"{name}={given[name]!r}: expected True or False.")
-        epochs = f"num_epochs={num_epochs}, num_update_steps_per_epoch={num_update_steps_per_epoch}"
         length = (num_epochs, num_update_steps_per_epoch)
-        if total_steps is not None and length != (None, None):
-            raise ConfigError(
-                f"{epochs}, total_steps={total_steps}: the length is set twice. Pass total_steps alone, or the other two without it."
-            )
-        if total_steps is None:
-            if num_epochs is None or num_update_steps_per_epoch is None:
-                raise ConfigError(
-                    f"{epochs}, total_steps=None: the length is missing. Pass total_steps, or num_epochs with num_update_steps_per_epoch."
-                )
+        if total_steps is None and num_epochs is not None and num_update_steps_per_epoch is not None:
             total_steps = num_epochs * num_update_steps_per_epoch
+        elif total_steps is None or length != (None, None):
+            raise ConfigError(
+                f"num_epochs={num_epochs}, num_update_steps_per_epoch={num_update_steps_per_epoch}, total_steps={total_steps}: the length "
+                f"is {'missing' if total_steps is None else 'set twice'}. Pass total_steps alone, or the other two without it."
+            )
         self.total_steps = total_steps
         self.num_warmup_steps = int(0.01 * self.total_steps) if num_warmup_steps is None else num_warmup_steps
         self.decay_phase_ratio = decay_phase_ratio
