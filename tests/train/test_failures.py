@@ -176,7 +176,7 @@ def test_outputs_that_a_loss_would_compare_with_all_targets_warn():
 
 def test_inputs_of_another_type_and_indices_out_of_range_say_what_the_layer_takes():
     data = TensorDataset(torch.randn(8, 6).double(), torch.zeros(8, dtype=torch.long))
-    with pytest.raises(BatchError, match=r"Its weights are float32: convert the input with .to\(torch.float32\)"):
+    with pytest.raises(BatchError, match=r"Its weights are float32: convert the input with .float\(\)"):
         train(make_trainer(), data)
     model = nn.Sequential(nn.Embedding(4, 3), nn.Flatten())
     with pytest.raises(BatchError, match=r"4 rows have the indices 0 to 3, and those given go from 1 to 9"):

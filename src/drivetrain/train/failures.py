@@ -119,8 +119,8 @@ def _about_input(layer: nn.Module | None, tensors: Sequence[Tensor], error: Exce
     first = tensors[0]
     if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and isinstance(error, IndexError) and first.numel():
         return f" Its {len(weight)} rows have the indices 0 to {len(weight) - 1}, and those given go from {first.min()} to {first.max()}."
-    if first.dtype != weight.dtype and not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-        return f" Its weights are {_dtype(weight)}: convert the input with .to({weight.dtype}), best in the dataset."
+    if first.dtype != weight.dtype == torch.float32 and not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        return " Its weights are float32: convert the input with .float(), best in the dataset."
     return ""
 
 
@@ -179,6 +179,17 @@ def check_loss_inputs(loss_func: object, outputs: object, targets: object) -> No
             f"loss_func ({name}) compares outputs {_shown(outputs)} with targets {_shown(targets)}: torch repeats both, and compares each "
             "output with the targets of all samples. Give them one shape, with outputs.squeeze(1) or targets.unsqueeze(1)."
         )
+    if (
+        name in ("CrossEntropyLoss", "cross_entropy")
+        and outputs.dim() > 1
+        and outputs.shape[1] > 1
+        and outputs.is_floating_point()
+    ):
+        rows = outputs.detach().float()
+        if bool((rows >= 0).all()) and bool(((rows.sum(1) - 1).abs() < 0.01).all()):
+            warn(
+                f"the outputs are probabilities, and loss_func ({name}) takes logits: remove the softmax at the end of the model."
+            )
     if name in _CLASSES and outputs.dim() and (problem := _label_problem(loss_func, outputs, targets)):
         raise BatchError(f"the labels of the first batch ({_shown(targets)}) do not fit {name}: {problem}")
 

@@ -55,7 +55,7 @@ def prepare_run(
     """Fill the trainer's run, up to the first event. `until_end` is closed when the run has ended."""
     run, state = trainer.run, trainer.state
     settings = run.require_settings()
-    arguments.check_model(state.model, state.loss_fn, trains=True)
+    arguments.check_model(state.model, state.loss_fn, trains=not trainer.overrides("calculate_train_batch_loss"))
     arguments.check_loss_func(state.loss_fn, trainer.optimizer)
     arguments.check_optimizer(state, strict=trainer.strict)
     check_hooks(trainer)
@@ -253,6 +253,7 @@ def _prepare_scheduler(trainer: "Trainer") -> None:
                 f"create_scheduler_fn={given!r} returned {scheduler!r} ({type(scheduler).__name__}), expected a scheduler with step()."
             )
         trainer.scheduler, run.shared.scheduler_is_ours = scheduler, True
+        arguments.check_step(scheduler, trainer.overrides("scheduler_step"))
     if isinstance(trainer.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         arguments.check_plateau(settings.scheduler_metric, loaders.set_names(run.data.evaluation))
         settings = run.settings = replace(settings, scheduler_interval="epoch")

@@ -6,6 +6,7 @@ A wrong name raises before the first step, with what to write instead: another l
 
 import functools
 import inspect
+import itertools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -68,15 +69,13 @@ def _shorten_traceback(error: BaseException) -> None:
     shown: BaseException | None = error
     while shown is not None and id(shown) not in seen:
         seen.add(id(shown))
-        first = link = shown.__traceback__
-        own, last = [first], first
-        while link is not None:
-            last, link = link, link.tb_next
-            if link is not None and not _INTERNAL.match(link.tb_frame.f_globals.get("__name__") or ""):
-                own.append(link)
-        is_explained = isinstance(error, DrivetrainError) or hasattr(error, "__notes__")
-        if len(own) > 1 or is_explained:
-            for link, following in zip(own, [*own[1:], None if own[-1] is last else last]):
+        links = [shown.__traceback__] if shown.__traceback__ else []
+        while links and links[-1].tb_next is not None:
+            links.append(links[-1].tb_next)
+        kept = [link for link in links[1:-1] if not _INTERNAL.match(link.tb_frame.f_globals.get("__name__") or "")]
+        if kept or isinstance(error, DrivetrainError) or hasattr(error, "__notes__"):
+            kept = [*links[:1], *kept, *links[1:][-1:]]
+            for link, following in itertools.pairwise(kept):
                 link.tb_next = following
         shown = shown.__cause__ or (None if shown.__suppress_context__ else shown.__context__)
 
