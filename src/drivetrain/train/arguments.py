@@ -327,19 +327,6 @@ def check_scheduler(given: object, optimizer: object, units: object) -> None:
         )
 
 
-def check_step(scheduler: Any, is_overridden: bool) -> None:
-    """Raise for a scheduler whose `step()` needs more than the Trainer passes."""
-    if is_overridden or isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        return
-    try:
-        inspect.signature(scheduler.step).bind()
-    except TypeError as error:
-        timm = " For a scheduler of timm use TrainerWithTimmScheduler." if hasattr(scheduler, "step_update") else ""
-        raise ConfigTypeError(
-            f"{type(scheduler).__name__}.step() cannot be called without arguments: {error}.{timm} Or override scheduler_step(self)."
-        ) from None
-
-
 def check_schedule_length(scheduler: object, run: "Run") -> None:
     """Warn if a scheduler with a known number of steps is shorter or longer than the run."""
     settings, config = run.require_settings(), run.config

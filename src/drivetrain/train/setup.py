@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from drivetrain.context.state import State
 from drivetrain.core.arguments import naming
@@ -242,19 +243,22 @@ def _prepare_scheduler(trainer: "Trainer") -> None:
         arguments.check_scheduler(given, trainer.optimizer, run.units)
         create: Callable[..., object] = trainer.create_scheduler
         try:  # an override that takes a parameter, as older ones do, gets the optimizer
-            scheduler = create(trainer.optimizer) if len(inspect.signature(create).parameters) == 1 else create()
+            scheduler: Any = create(trainer.optimizer) if len(inspect.signature(create).parameters) == 1 else create()
         except TypeError as error:
             raise ConfigTypeError(
                 f"create_scheduler_fn={given!r} cannot be called with only the optimizer: {error}. Bind its other arguments, "
                 "for example with functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100)."
             ) from error
-        if not any(callable(getattr(scheduler, name, None)) for name in ("step", "step_update")):
-            raise ConfigTypeError(
-                f"create_scheduler_fn={given!r} returned {scheduler!r} ({type(scheduler).__name__}), expected a scheduler with step()."
-            )
+        if not trainer.overrides("scheduler_step") and not isinstance(scheduler, ReduceLROnPlateau):
+            try:
+                inspect.signature(scheduler.step).bind()
+            except (AttributeError, TypeError) as error:
+                raise ConfigTypeError(
+                    f"create_scheduler_fn={given!r} returned {scheduler!r} ({type(scheduler).__name__}), expected a scheduler with "
+                    f"step(): {error}. For a scheduler of timm use TrainerWithTimmScheduler."
+                ) from None
         trainer.scheduler, run.shared.scheduler_is_ours = scheduler, True
-        arguments.check_step(scheduler, trainer.overrides("scheduler_step"))
-    if isinstance(trainer.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+    if isinstance(trainer.scheduler, ReduceLROnPlateau):
         arguments.check_plateau(settings.scheduler_metric, loaders.set_names(run.data.evaluation))
         settings = run.settings = replace(settings, scheduler_interval="epoch")
     run.schedules_each_step = settings.scheduler_interval == "step"

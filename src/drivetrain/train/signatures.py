@@ -72,9 +72,11 @@ def _shorten_traceback(error: BaseException) -> None:
         links = [shown.__traceback__] if shown.__traceback__ else []
         while links and links[-1].tb_next is not None:
             links.append(links[-1].tb_next)
-        kept = [link for link in links[1:-1] if not _INTERNAL.match(link.tb_frame.f_globals.get("__name__") or "")]
-        if kept or isinstance(error, DrivetrainError) or hasattr(error, "__notes__"):
-            kept = [*links[:1], *kept, *links[1:][-1:]]
+        modules = [link.tb_frame.f_globals.get("__name__") or "" for link in links]
+        has_theirs = any(not module.startswith(("drivetrain.", "torch.", "contextlib")) for module in modules)
+        if has_theirs or isinstance(error, DrivetrainError) or hasattr(error, "__notes__"):
+            ends = (links[0], links[-1]) if links else ()
+            kept = [link for link, module in zip(links, modules) if link in ends or not _INTERNAL.match(module)]
             for link, following in itertools.pairwise(kept):
                 link.tb_next = following
         shown = shown.__cause__ or (None if shown.__suppress_context__ else shown.__context__)
