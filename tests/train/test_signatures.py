@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import signal
 import traceback
 import warnings
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from drivetrain import Trainer
+from drivetrain.callbacks import TrainerCallback
 from drivetrain.compat.trainer_arguments import INSTEAD, INSTEAD_OF_METHOD
 from drivetrain.core.errors import ConfigTypeError, DrivetrainWarning
 
@@ -186,3 +188,22 @@ def test_an_error_that_is_not_explained_keeps_its_whole_traceback(monkeypatch):
     with pytest.raises(TypeError) as caught:
         make().train(DATA, num_epochs=1)
     assert "drivetrain.train.trainer" in modules_shown(caught.value)
+
+
+def test_ctrl_c_says_what_was_saved_and_shows_no_frames_of_the_loop(tmp_path):
+    class Interrupt(TrainerCallback):
+        def on_train_step_end(self, trainer, **kwargs):
+            signal.raise_signal(signal.SIGINT)
+
+    model = nn.Linear(4, 2)
+    trainer = Trainer(
+        model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[Interrupt()]
+    )
+    with pytest.raises(
+        KeyboardInterrupt, match=r"saved as .*checkpoint-ep\d-ba\d; resume_from='auto' continues"
+    ) as caught:
+        trainer.train(DATA, num_epochs=2, checkpoint_dir=tmp_path)
+    assert modules_shown(caught.value) == [__name__, "drivetrain.train.signatures", "drivetrain.train.resuming"]
+    with pytest.raises(KeyboardInterrupt) as caught:
+        trainer.train(DATA, num_epochs=2)
+    assert not caught.value.args

@@ -51,7 +51,7 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
         with ending_workers() as is_outermost:
             try:
                 return function(*args, **kwargs)
-            except Exception as error:
+            except BaseException as error:
                 if is_outermost and not os.environ.get("DRIVETRAIN_FULL_TRACEBACK"):
                     _shorten_traceback(error)
                 raise
@@ -74,7 +74,7 @@ def _shorten_traceback(error: BaseException) -> None:
             links.append(links[-1].tb_next)
         modules = [link.tb_frame.f_globals.get("__name__") or "" for link in links]
         has_theirs = any(not module.startswith(("drivetrain.", "torch.", "contextlib")) for module in modules)
-        if has_theirs or isinstance(error, DrivetrainError) or hasattr(error, "__notes__"):
+        if has_theirs or isinstance(error, DrivetrainError | KeyboardInterrupt) or hasattr(error, "__notes__"):
             ends = (links[0], links[-1]) if links else ()
             kept = [link for link, module in zip(links, modules) if link in ends or not _INTERNAL.match(module)]
             for link, following in itertools.pairwise(kept):
