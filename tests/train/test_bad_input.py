@@ -302,3 +302,8 @@ def test_a_scheduler_that_steps_with_arguments_is_named_before_the_first_step():
     with pytest.raises(ConfigError, match=r"TimmLike.*'epoch'.*use TrainerWithTimmScheduler"):
         train(trainer, create_scheduler_fn=lambda optimizer: TimmLike())
     assert all(map(torch.equal, before, trainer.model.parameters()))
+
+
+def test_a_function_of_parameters_instead_of_the_model_is_named():
+    with pytest.raises(ConfigError, match=r"is called with the model: lambda model: torch.optim.AdamW"):
+        train(make_trainer(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)))
