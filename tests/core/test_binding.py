@@ -236,6 +236,9 @@ def test_run_event_is_asked_for_every_event_and_reaches_methods_through_super():
         ("on_epoch_end", "on_.*epoch_end"),
         ("after_backwrad", "after_backward"),
         ("batch_edn", "batch_end"),
+        ("on_train_batch_end", "on_train_step_end"),
+        ("on_train_begin", "on_training_run_start"),
+        ("on_validation_epoch_end", "on_eval_epoch_end"),
     ],
 )
 def test_a_mistyped_method_is_refused_with_the_nearest_name(name, meant):

@@ -11,7 +11,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from drivetrain.core.errors import ResumeError
 from drivetrain.module.accumulation import AccumulationWindow
 from drivetrain.module.finite import NonFinitePolicy
-from drivetrain.module.stepper import Stepper, clip_grad_norm_, grad_norm, merge_windows, unmarked_step
+from drivetrain.module.stepper import (
+    Stepper,
+    clip_grad_norm_,
+    clip_grad_value_,
+    grad_norm,
+    merge_windows,
+    unmarked_step,
+)
 
 
 def make_model():
@@ -305,3 +312,15 @@ def test_a_fused_momentum_is_not_made_of_an_update_that_a_flag_skips(dampening):
             stepper.step()
         results.append(parameter.detach())
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("clip", [clip_grad_norm_, clip_grad_value_])
+def test_sparse_gradients_are_clipped_like_dense_ones(clip):
+    tables = [nn.Embedding(6, 3, sparse=sparse, dtype=torch.float64) for sparse in (True, False)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    for table in tables:
+        for rows in ([1, 2, 2], [0, 2, 5]):
+            table(torch.tensor(rows)).pow(3).sum().backward()
+    norms = [clip(table.parameters(), 0.1) for table in tables]
+    torch.testing.assert_close(tables[0].weight.grad.to_dense(), tables[1].weight.grad)
+    assert clip is clip_grad_value_ or norms[0] == pytest.approx(float(norms[1]))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from drivetrain.core.errors import BatchOutputError, ConfigError
+from drivetrain.core.errors import BatchOutputError, ConfigError, DrivetrainWarning
 from drivetrain.train.callbacks import EarlyStoppingCallback, PrintProgressCallback
 from drivetrain.train.settings import TrainerPlaceholderValues
 from drivetrain.train.trainer import Trainer
@@ -232,3 +232,78 @@ def test_strict_names_a_callback_that_changes_the_state():
 def test_a_precision_the_device_cannot_run_is_refused():
     with pytest.raises(ConfigError, match="bf16"):
         train(make_trainer(precision="fp8", device="cpu"))
+
+
+def test_a_model_without_forward_is_named_before_the_first_step():
+    class Mistyped(nn.Linear):
+        forward = nn.Module.forward
+
+        def foward(self, x):
+            return x
+
+    with pytest.raises(ConfigError, match=r"model=Mistyped has no forward\(\). Did you mean 'foward'"):
+        train(make_trainer(Mistyped(6, 3)))
+
+
+def test_a_model_with_its_own_training_step_trains_where_a_hook_calls_it():
+    class Lightning(nn.Linear):
+        def training_step(self, batch, index):
+            return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            raise AssertionError
+
+    class StepTrainer(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            loss = self.get_model().training_step(batch, 0)
+            return {"loss": loss, "model_outputs": None, "batch_size": len(batch[1])}
+
+    losses = []
+    for cls in (StepTrainer, Trainer):
+        torch.manual_seed(0)
+        model = Lightning(6, 3) if cls is StepTrainer else nn.Linear(6, 3)
+        loss = None if cls is StepTrainer else nn.CrossEntropyLoss()
+        trainer = cls(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=())
+        losses.append(train(trainer).get_metric_values("train_loss_epoch"))
+    assert losses[0] == losses[1]
+
+
+def test_modules_in_a_plain_list_are_named():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.head = [nn.Linear(6, 3)], nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.head(self.layers[0](x))
+
+    with pytest.warns(DrivetrainWarning, match=r"Listed.layers is a list of modules.*nn.ModuleList"):
+        train(make_trainer(Listed()))
+    frozen = Listed()
+    frozen.layers[0].requires_grad_(False)
+    train(make_trainer(frozen))
+    held = Listed()
+    train(make_trainer(held, optimizer=torch.optim.SGD([*held.parameters(), *held.layers[0].parameters()], lr=0.1)))
+
+
+def test_probabilities_for_a_loss_of_logits_are_named():
+    with pytest.warns(DrivetrainWarning, match="the outputs are probabilities, .* remove the softmax"):
+        train(make_trainer(nn.Sequential(make_model(), nn.Softmax(-1))))
+
+
+def test_a_scheduler_that_steps_with_arguments_is_named_before_the_first_step():
+    class TimmLike:
+        def step(self, epoch, metric=None): ...
+
+        def step_update(self, num_updates): ...
+
+    trainer = make_trainer()
+    before = [p.clone() for p in trainer.model.parameters()]
+    with pytest.raises(ConfigError, match=r"TimmLike.*'epoch'.*use TrainerWithTimmScheduler"):
+        train(trainer, create_scheduler_fn=lambda optimizer: TimmLike())
+    assert all(map(torch.equal, before, trainer.model.parameters()))
+
+
+def test_a_function_of_parameters_instead_of_the_model_is_named():
+    with pytest.raises(ConfigError, match=r"is called with the model: lambda model: torch.optim.AdamW"):
+        train(make_trainer(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)))

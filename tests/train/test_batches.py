@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from drivetrain.core.errors import DrivetrainWarning
+from drivetrain.core.errors import BatchOutputError, DrivetrainWarning
 from drivetrain.train.batches import PairForm, SeveralInputsForm, find_form, num_inputs
 from drivetrain.train.callbacks import TrainerCallback
 from drivetrain.train.trainer import Trainer
@@ -160,3 +160,32 @@ def test_outputs_of_micro_batches_that_are_dataclasses_are_joined():
     trainer.train(data, num_epochs=1, microbatch_size=3, collate_fn=as_pair, train_dataloader_kwargs={"num_workers": 0})
     ((outputs, size),) = seen
     assert type(outputs) is Pair and outputs.x.shape == (8, 2) and outputs.y.shape == (8,) and size == 8
+
+
+def own_losses(rows, make_output):
+    """Train a model that returns its own loss in some form, and return the losses of two epochs."""
+
+    class Auto(nn.Linear):
+        def forward(self, x, *targets):
+            reconstructed = super().forward(x)
+            return make_output(reconstructed, (reconstructed - x).square().mean())
+
+    torch.manual_seed(0)
+    model = Auto(4, 4)
+    trainer = Trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), callbacks=())
+    history = trainer.train(rows, num_epochs=2, eval_dataset=rows, train_dataloader_kwargs={"shuffle": False})
+    return history.get_metric_values("train_loss_epoch") + history.get_metric_values("eval_loss_epoch")
+
+
+def test_a_batch_that_is_one_tensor_goes_to_a_model_that_computes_its_loss():
+    x = torch.randn(24, 4)
+    expected = own_losses(TensorDataset(x, x), lambda outputs, loss: {"loss": loss})
+    assert own_losses(x, lambda outputs, loss: loss) == expected
+
+
+def test_a_tuple_with_one_scalar_carries_the_loss_wherever_it_stands():
+    x = torch.randn(24, 4)
+    expected = own_losses(x, lambda outputs, loss: (loss, loss / 2))
+    assert own_losses(x, lambda outputs, loss: (outputs, loss)) == expected
+    with pytest.raises(BatchOutputError, match="or a tuple with one"):
+        own_losses(x, lambda outputs, loss: (outputs, loss, loss / 2))

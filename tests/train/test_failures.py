@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from drivetrain.core.errors import BatchError, BatchOutputError
+from drivetrain.core.errors import BatchError, BatchOutputError, DrivetrainWarning
 from drivetrain.train.failures import check_loss_inputs
 from drivetrain.train.trainer import Trainer
 from tests.train.tasks import make_data, make_model, make_trainer, train
@@ -81,7 +81,8 @@ def test_a_users_own_error_passes_unchanged_with_a_note():
 def test_data_that_cannot_be_collated_names_the_dataset():
     with pytest.raises(TypeError) as caught:
         train(make_trainer(), [object(), object()], train_dataloader_kwargs={"num_workers": 0})
-    assert "train_dataset" in caught.value.__notes__[0] and "collate_fn" in caught.value.__notes__[0]
+    notes = " ".join(caught.value.__notes__)
+    assert "samples 0, 1 of list" in notes and "train_dataset" in notes and "convert the samples" in notes
 
 
 def test_evaluation_and_prediction_name_their_data():
@@ -130,7 +131,7 @@ def test_a_forgotten_loss_function_is_named():
 
 
 def test_negative_labels_are_not_answered_with_a_larger_layer():
-    with pytest.raises(BatchError, match=r"from -1 to 0.*numbered 0 to 1. Renumber the labels; labels to skip"):
+    with pytest.raises(BatchError, match=r"from -1 to 0.*numbered 0 to 1. Renumber the labels; if -1 means"):
         check_loss_inputs(nn.CrossEntropyLoss(), torch.randn(2, 2), torch.tensor([-1, 0]))
 
 
@@ -141,3 +142,69 @@ def test_a_metric_that_fails_is_named_with_what_it_got():
     with pytest.raises(IndexError) as caught:
         trainer.evaluate(TensorDataset(torch.randn(8, 6), torch.zeros(8, dtype=torch.long)))
     assert "The metric 'broken' was called with outputs float32[8, 2] and targets int64[8]." in caught.value.__notes__
+
+
+CLASSES = torch.zeros(4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "advice"),
+    [
+        (torch.randn(4, 3), CLASSES.float(), r"float32, expected whole numbers.*targets.long\(\)"),
+        (torch.randn(4, 3), CLASSES.int(), r"int32, expected.*int64.*targets.long\(\)"),
+        (torch.randn(4, 3), CLASSES[:, None], r"a dimension too many.*targets.squeeze\(1\)"),
+        (torch.randn(4, 3, 5, 5), torch.zeros(4, 1, 5, 5).long(), r"targets.squeeze\(1\)"),
+        (torch.randn(4, 3), torch.eye(4, 3).long(), r"one-hot.*targets.argmax\(1\)"),
+        (torch.randn(4, 7, 30), torch.full((4, 7), 20), r"classes last, expected \(batch, classes"),
+        (torch.randn(4, 3), torch.tensor([0, 1, 2, 255]), r"ignore_index=255"),
+    ],
+)
+def test_labels_in_a_wrong_form_are_answered_with_the_conversion(outputs, targets, advice):
+    with pytest.raises((RuntimeError, IndexError, ValueError)):
+        nn.functional.cross_entropy(outputs, targets)
+    for loss in (nn.CrossEntropyLoss(), nn.functional.cross_entropy):
+        with pytest.raises(BatchError, match=advice):
+            check_loss_inputs(loss, outputs, targets)
+
+
+def test_outputs_that_a_loss_would_compare_with_all_targets_warn():
+    with pytest.warns(DrivetrainWarning, match=r"float32\[4, 1\] with targets float32\[4\].*outputs.squeeze\(1\)"):
+        check_loss_inputs(nn.MSELoss(), torch.zeros(4, 1), torch.zeros(4))
+    check_loss_inputs(nn.MSELoss(), torch.zeros(4, 1), torch.zeros(4, 1))
+    check_loss_inputs(nn.MSELoss(), torch.zeros(4, 1), torch.zeros(()))
+
+
+def test_inputs_of_another_type_and_indices_out_of_range_say_what_the_layer_takes():
+    data = TensorDataset(torch.randn(8, 6).double(), torch.zeros(8, dtype=torch.long))
+    with pytest.raises(BatchError, match=r"Its weights are float32: convert the input with .float\(\)"):
+        train(make_trainer(), data)
+    model = nn.Sequential(nn.Embedding(4, 3), nn.Flatten())
+    with pytest.raises(BatchError, match=r"4 rows have the indices 0 to 3, and those given go from 1 to 9"):
+        train(make_trainer(model), TensorDataset(torch.tensor([[9], [1]]), torch.tensor([0, 1])))
+
+
+def test_a_hidden_state_that_keeps_its_graph_is_named():
+    class Keeps(nn.Linear):
+        last = 0.0
+
+        def forward(self, x):
+            self.last = super().forward(x) + self.last
+            return self.last
+
+    with pytest.raises(RuntimeError, match="second time") as caught:
+        train(make_trainer(Keeps(6, 3)))
+    assert "detach() it" in caught.value.__notes__[0]
+
+
+def test_a_failing_evaluation_is_not_numbered_by_training_and_asks_for_its_hook():
+    class OnlyTrains(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            outputs = self.forward(batch[0])
+            return {"loss": outputs.square().mean(), "model_outputs": outputs, "batch_size": len(outputs)}
+
+    model = make_model()
+    trainer = OnlyTrains(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), callbacks=())
+    with pytest.raises(TypeError) as caught:
+        train(trainer, eval_dataset=make_data())
+    assert "a batch for evaluation" in caught.value.__notes__[0]
+    assert "override calculate_eval_batch_loss" in caught.value.__notes__[0]

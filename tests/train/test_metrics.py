@@ -131,8 +131,9 @@ def test_metrics_are_computed_without_a_graph():
     ("given", "message"),
     [
         (accuracy, "expected {name: metric}"),
-        ({"a": 3}, r"metrics\['a'\]=3: expected a torchmetrics.Metric or a function"),
-        ({"a": torchmetrics.MeanSquaredError}, "Give an instance, not the class"),
+        ({"a": 3}, r"metrics\['a'\]=3 is not callable. Expected a function of \(outputs, targets\)"),
+        ({"a": torchmetrics.MeanSquaredError}, "is a class. Expected a function of .* or a torchmetrics.Metric"),
+        ({"a": lambda predictions: 0.0}, "cannot be called with 2 arguments"),
     ],
 )
 def test_what_is_no_metric_is_refused_while_building(given, message):

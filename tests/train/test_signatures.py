@@ -2,6 +2,8 @@
 
 import inspect
 import re
+import signal
+import traceback
 import warnings
 
 import pytest
@@ -10,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from drivetrain import Trainer
+from drivetrain.callbacks import TrainerCallback
 from drivetrain.compat.trainer_arguments import INSTEAD, INSTEAD_OF_METHOD
 from drivetrain.core.errors import ConfigTypeError, DrivetrainWarning
 
@@ -161,3 +164,56 @@ def test_the_tables_name_nothing_that_the_trainer_has():
         "eval_dataset",
         "max_grad_norm",
     }
+
+
+def test_an_argument_of_the_other_call_is_answered_with_that_call():
+    with pytest.raises(TypeError, match=r"Write instead: train\(fast_dev_run=...\)\."):
+        make(fast_dev_run=True)
+    with pytest.raises(TypeError, match=r"Write instead: Trainer\(precision=...\)\."):
+        make().train(DATA, num_epochs=1, precision="bf16")
+
+
+def modules_shown(error):
+    """Return the modules in the traceback of an error, from the call in this file on."""
+    return [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def test_a_traceback_shows_the_users_call_and_the_users_code_and_no_frame_between(monkeypatch):
+    def loss(outputs, targets):
+        return 1 / 0
+
+    model = nn.Linear(4, 2)
+    trainer = Trainer(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=())
+    with pytest.raises(ZeroDivisionError) as caught:
+        trainer.train(DATA, num_epochs=1)
+    assert modules_shown(caught.value) == [__name__, "drivetrain.train.signatures", __name__]
+    monkeypatch.setenv("DRIVETRAIN_FULL_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError) as caught:
+        trainer.train(DATA, num_epochs=1)
+    assert "drivetrain.train.loop" in modules_shown(caught.value)
+
+
+def test_an_error_that_is_not_explained_keeps_its_whole_traceback(monkeypatch):
+    monkeypatch.setattr("drivetrain.train.setup.prepare_run", torch.broadcast_tensors)
+    with pytest.raises(TypeError) as caught:
+        make().train(DATA, num_epochs=1)
+    assert "drivetrain.train.trainer" in modules_shown(caught.value)
+
+
+def test_ctrl_c_says_what_was_saved_and_shows_no_frames_of_the_loop(tmp_path):
+    class Interrupt(TrainerCallback):
+        def on_train_step_end(self, trainer, **kwargs):
+            signal.raise_signal(signal.SIGINT)
+
+    model = nn.Linear(4, 2)
+    trainer = Trainer(
+        model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[Interrupt()]
+    )
+    with pytest.raises(
+        KeyboardInterrupt, match=r"saved as .*checkpoint-ep\d-ba\d; resume_from='auto' continues"
+    ) as caught:
+        trainer.train(DATA, num_epochs=2, checkpoint_dir=tmp_path)
+    assert modules_shown(caught.value) == [__name__, "drivetrain.train.signatures", "drivetrain.train.resuming"]
+    with pytest.raises(KeyboardInterrupt) as caught:
+        trainer.train(DATA, num_epochs=2)
+    assert not caught.value.args

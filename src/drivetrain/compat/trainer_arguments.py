@@ -10,7 +10,7 @@ _TABLE = {
     # the length of a run
     "epochs max_epochs num_train_epochs n_epochs": "train(num_epochs=...)",
     "min_epochs": "nothing: train(num_epochs=...) sets the length, EarlyStoppingCallback an earlier end",
-    "max_steps steps": "train(max_num_train_steps=...), which counts optimizer updates",
+    "max_steps steps num_steps max_iters num_iters iterations": "train(max_num_train_steps=...), which counts optimizer updates",
     "steps_per_epoch train_subset_num_batches": "train(limit_train_batches=...)",
     "validation_steps limit_val_batches eval_subset_num_batches": "train(limit_eval_batches=...)",
     "max_time": "train(max_duration='2h')",

@@ -235,7 +235,7 @@ class Loading:
             f"the saved state does not fit this {type(self._root).__name__}; nothing was changed.\n  {report}\n"
             "Give the Context the same names and kinds of items before loading, or restore what fits with "
             "load_state_dict(state, strict=False). To begin a new run from the weights alone: "
-            "model.load_state_dict(drivetrain.load_checkpoint(path)['model'])."
+            "model.load_state_dict(drivetrain.load_checkpoint(path)['model']), without ['model'] for a file that holds only weights."
         )
 
 

@@ -20,6 +20,18 @@ _BASES: frozenset[type] = frozenset({object, Plugin, Algorithm, Callback})
 _OWN_NAMES = frozenset(name for base in _BASES for name in vars(base))
 _HOOK_NAMES = (*EVENT_OF_HOOK, *OCCASIONAL_HOOKS)
 _EVENT_NAMES = tuple(event.value for event in Event)
+_FOREIGN = {
+    f"on_{theirs}_{end}": f"on_{ours}_{'end' if end == 'end' else 'start'}"
+    for theirs, ours in [
+        ("train", "training_run"),
+        ("fit", "training_run"),
+        ("step", "train_step"),
+        ("train_batch", "train_step"),
+    ]
+    + [("validation_epoch", "eval_epoch"), ("validation_batch", "eval_step"), ("validation", "eval_epoch")]
+    for end in ("start", "begin", "end")
+}
+"""What methods of other libraries' callbacks are called here, where the nearest name means something else."""
 _CALLED_BY_NAME = frozenset({*_EVENT_NAMES, "run_event", "close", "post_close"})
 _REFERENCES = ("before", "after", "conflicts")  # of these one name or class may stand alone
 _COLLECTIONS = ("events", "reads", "writes", *_REFERENCES, "tags", "exclusive", "members", "custom_events")
@@ -205,7 +217,7 @@ def _check_spelling(plugin: object) -> None:
                 continue
             # A name that starts with on_ is hardly ever a helper, so it is suspected sooner than a plain one.
             names, cutoff = (_HOOK_NAMES, 0.8) if method.startswith("on_") else (_EVENT_NAMES, 0.85)
-            near = nearest_name(method, names, cutoff=cutoff)
+            near = _FOREIGN.get(method) or nearest_name(method, names, cutoff=cutoff)
             if near is not None:
                 raise ConfigError(
                     f"{plugin_name(plugin)} defines {method}, which is not an event. Did you mean {near}? If it is an "

@@ -61,10 +61,15 @@ class UserFetch:
     def __call__(self, info: BatchInfo, seed: int) -> Batch:
         assert info.rows is not None
         keys = keys_of(info.rows)
-        if self.rng == "off":
-            return self._read(keys, info, seed)
-        with SeededGenerators(derive_seed(seed, "fetch", info.epoch, info.first), self.restores_generators):
-            return self._read(keys, info, seed)
+        try:
+            if self.rng == "off":
+                return self._read(keys, info, seed)
+            with SeededGenerators(derive_seed(seed, "fetch", info.epoch, info.first), self.restores_generators):
+                return self._read(keys, info, seed)
+        except Exception as error:
+            shown = ", ".join(map(repr, keys[:16])) + (", ..." if len(keys) > 16 else "")
+            error.add_note(f"This batch has the samples {shown} of {type(self.dataset).__name__}.")
+            raise
 
     def _read(self, keys: list[object], info: BatchInfo, seed: int) -> Batch:
         if self.whole:

@@ -88,14 +88,14 @@ def start_iterator(loader: DataLoader[object], make: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def ending_workers() -> Iterator[None]:
-    """End all workers that are started within, however the block ends; inside another such block that one ends them."""
+def ending_workers() -> Iterator[bool]:
+    """End all workers that are started within, however the block ends; inside another such block (False) that one ends them."""
     if _scope.is_open:
-        yield
+        yield False
         return
     _scope.is_open, _scope.iterators, _scope.undo = True, weakref.WeakSet(), []
     try:
-        yield
+        yield True
     finally:
         _scope.is_open = False
         end_workers(list(_scope.iterators))

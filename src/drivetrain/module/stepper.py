@@ -363,10 +363,18 @@ def unmarked_step(optimizer: Any) -> Callable[[], object] | None:
 
 def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
     """Clamp every entry of the gradients."""
-    grads = [local_part(p.grad) for p in parameters if p.grad is not None]
+    grads = _entries(list(parameters))
     if grads:
         torch._foreach_clamp_min_(grads, -clip_value)
         torch._foreach_clamp_max_(grads, clip_value)
+
+
+def _entries(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return the entries of gradients; of a sparse one, of an embedding, those of its rows, which are made to occur once."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+    return [g._values() if g.is_sparse else local_part(g) for p in parameters if (g := p.grad) is not None]
 
 
 def grad_norm(
@@ -376,11 +384,15 @@ def grad_norm(
 
     `stages` is the number of pipeline stages, each of which holds other parameters. `device` is where ranks exchange numbers.
     """
+    parameters = list(parameters)
     held = [(p.grad, getattr(p, "tied_stages", 1)) for p in parameters if p.grad is not None]
     if not held and stages == 1 and device is not None:
         return torch.zeros((), device=device)  # where the norms of other updates are
     if stages == 1 and not any(is_dtensor(grad) for grad, _ in held):
-        return torch.nn.utils.get_total_norm([grad for grad, _ in held], norm_type)
+        try:
+            return torch.nn.utils.get_total_norm([grad for grad, _ in held], norm_type)
+        except NotImplementedError:  # a sparse gradient
+            return torch.nn.utils.get_total_norm(_entries(parameters), norm_type)
     return _norm_over_ranks(held, norm_type, torch.device("cpu" if device is None else device), stages)
 
 

@@ -78,7 +78,13 @@ def as_optim_set(value: object, model: nn.Module, **shared: object) -> OptimSet:
         else:
             made = OptimSet({name: as_unit(item, model) for name, item in value.items()})
     elif callable(value):
-        return as_optim_set(value(model), model, **shared)
+        try:
+            made = value(model)
+        except TypeError as error:
+            raise ConfigTypeError(
+                f"{error}. The function is called with the model: lambda model: torch.optim.AdamW(model.parameters())."
+            ) from error
+        return as_optim_set(made, model, **shared)
     else:
         raise ConfigTypeError(
             f"a {type(value).__name__} is not an optimizer; expected a torch Optimizer, an OptimScheduler, a mapping of them, an OptimSet, "

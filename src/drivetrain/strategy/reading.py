@@ -80,7 +80,7 @@ def load(plan: "type[Strategy]", source: object, allow_pickle: bool = False) -> 
         if not os.path.isfile(source):
             raise FileNotFoundError(
                 f"{os.fspath(source)!r} is not a plan file. A plan is a path, JSON text, or a list such as "
-                "['parallel_mode', ('amp_native', 'bf16')]."
+                "['parallel_mode', ('amp_native', 'bf16')]. Trainer(strategy='auto') searches for one; DDP needs none."
             )
         data, where = Path(source).read_bytes(), repr(os.fspath(source))
     elif isinstance(source, bytes | bytearray):

@@ -18,7 +18,14 @@ from drivetrain.context.context import Context
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_callable, check_flag, check_number, naming
 from drivetrain.core.binding import check_plugin
-from drivetrain.core.errors import BatchOutputError, ConfigError, ConfigTypeError, UnsupportedMethodError, warn
+from drivetrain.core.errors import (
+    BatchOutputError,
+    ConfigError,
+    ConfigTypeError,
+    UnsupportedMethodError,
+    did_you_mean,
+    warn,
+)
 from drivetrain.core.event import Event
 from drivetrain.core.time import TimeUnit
 from drivetrain.data.columns import find_columns
@@ -32,6 +39,13 @@ if TYPE_CHECKING:
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray, Tensor, nn.Module)
+
+
+_PLUGINS = {
+    "callbacks": "an object with methods such as on_train_epoch_end(self, trainer)",
+    "algorithms": "an algorithm, such as MixUp()",
+    "loggers": "a logger, such as Recorder('runs/a')",
+}
 
 
 def check_constructor(given: Mapping[str, Any]) -> None:
@@ -78,7 +92,7 @@ def _listed(name: str, plugins: object) -> Iterable[Any]:
     listed = plugins if isinstance(plugins, list | tuple | set | frozenset) else ()
     for plugin in listed:
         if plugin is None or isinstance(plugin, (*_PLAIN, list, tuple, dict, set)) or inspect.isroutine(plugin):
-            raise ConfigTypeError(f"{name}: {plugin!r} is a {type(plugin).__name__}, expected an object of {name}.")
+            raise ConfigTypeError(f"{name}: {plugin!r} is a {type(plugin).__name__}, expected {_PLUGINS[name]}.")
     return listed
 
 
@@ -88,7 +102,7 @@ def _reject_class(name: str, value: object, call: str = "...") -> None:
 
 
 def check_model(model: object, loss_func: object, *, trains: bool = False) -> None:
-    """Raise for a model that cannot be called, has no weights yet, or has its own training loop."""
+    """Raise for a model that cannot be called or has no weights yet. If a run calls it to train, it needs a forward and no own loop."""
     _reject_class("model", model)
     if not callable(model):
         raise ConfigTypeError(f"model={model!r} is not callable. Expected an nn.Module.")
@@ -102,8 +116,16 @@ def check_model(model: object, loss_func: object, *, trains: bool = False) -> No
             f"model: {len(unmade)} tensors are on the meta device and have no values, first {unmade[0]!r}. Build the model on a real "
             "device, or call model.to_empty(device=...) and load or initialise its weights before the Trainer gets it."
         )
+    if not trains:
+        return
+    if type(model).forward is nn.Module.forward and "forward" not in vars(model):
+        names = [name for name in dir(type(model)) if name not in dir(nn.Module)]
+        raise ConfigError(
+            f"model={type(model).__name__} has no forward().{did_you_mean('forward', names)} Define it, or override "
+            "calculate_train_batch_loss in a Trainer subclass."
+        )
     own_loop = [name for name in ("training_step", "configure_optimizers") if callable(getattr(model, name, None))]
-    if trains and own_loop:
+    if own_loop:
         message = f"model={type(model).__name__} looks like a LightningModule: the Trainer does not call its {' and '.join(own_loop)}. "
         if loss_func is None:
             raise ConfigError(
@@ -174,6 +196,8 @@ def check_dataset(name: str, data: object) -> None:
         )
     if isinstance(data, list | tuple | Dataset) and hasattr(data, "__len__") and not len(data):
         raise ConfigError(f"{name} is empty: it has 0 samples. Check the path or the filter it was made with.")
+    if hasattr(data, "train_dataloader"):
+        wanted = "Pass its loaders: train(module.train_dataloader(), eval_dataset=module.val_dataloader())."
     has_items = hasattr(data, "__getitem__") or hasattr(data, "__iter__")
     if isinstance(data, set | frozenset | nn.Module) or inspect.isroutine(data) or not has_items:
         raise ConfigTypeError(f"{name}={data!r} is a {type(data).__name__}. {wanted}")
@@ -277,6 +301,18 @@ def check_optimizer(state: State, strict: bool) -> None:
         if strict:
             raise ConfigError(message + ". Add them, or set requires_grad=False.")
         warn(message)
+    registered = set(model.modules())
+    for owner in registered:
+        for name, value in vars(owner).items():
+            items = value.values() if isinstance(value, dict) else value
+            if name[0] == "_" or not isinstance(value, dict | list | tuple):
+                continue
+            hidden = [item for item in items if isinstance(item, nn.Module) and item not in registered]
+            if any(p.requires_grad and id(p) not in held for item in hidden for p in item.parameters()):
+                warn(
+                    f"{type(owner).__name__}.{name} is a {type(value).__name__} of modules, which torch does not register: their weights "
+                    "are not trained, moved or saved. Use nn.ModuleList or nn.ModuleDict, or requires_grad_(False) if this is meant."
+                )
 
 
 def check_scheduler(given: object, optimizer: object, units: object) -> None:

@@ -10,6 +10,7 @@ The choice is made on the first batch and again only when the type of the batch 
 | mapping | given | `model(**rest)` | the first of labels, label, targets, target, y |
 | mapping | none | `model(**batch)`, the output carries the loss | – |
 | any, and the model has `loss(outputs, batch)` | none | `model(batch)`, then `model.loss(outputs, batch)` | – |
+| anything else, such as a tensor | none | `model(batch)`, the output carries the loss | – |
 """
 
 import inspect
@@ -121,7 +122,7 @@ class MappingForm(OtherForm):
 
 
 class WholeForm(OtherForm):
-    """The batch as one argument of a model with its own `loss(outputs, batch)`."""
+    """The batch as one argument of a model that computes its own loss."""
 
     def arguments(self, batch: object) -> CallArguments:
         return (batch,), {}
@@ -173,7 +174,7 @@ def one_loss(loss: object) -> Any:
 
 def find_form(batch: object, model: object, has_loss_func: bool) -> BatchForm:
     """Choose how batches of this type are passed to the model, or raise an error that explains why none fits."""
-    if not has_loss_func and own_loss(model) is not None:
+    if not has_loss_func and (own_loss(model) is not None or not isinstance(batch, Mapping | tuple | list)):
         return WholeForm()
     if isinstance(batch, Mapping):
         target = next((name for name in TARGET_NAMES if name in batch), None)
@@ -248,18 +249,19 @@ def logits_of(outputs: object) -> object:
 
 
 def carried_loss(outputs: object) -> Tensor:
-    """Return the loss in a model's output: `.loss`, `["loss"]`, a scalar, or a scalar first element."""
+    """Return the loss in a model's output: `.loss`, `["loss"]`, a scalar, or of a tuple the only scalar, else a scalar first element."""
     loss = getattr(outputs, "loss", None)
     if loss is None and isinstance(outputs, Mapping):
         loss = outputs.get("loss")
     if loss is None:
-        first = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
-        loss = first if isinstance(first, Tensor) and first.dim() == 0 else None
+        parts = outputs if isinstance(outputs, tuple | list) else [outputs]
+        scalars = [part for part in parts if isinstance(part, Tensor) and part.dim() == 0]
+        if scalars and (len(scalars) == 1 or scalars[0] is parts[0]):
+            loss = scalars[0]
     if loss is None:
         raise BatchOutputError(
             f"no loss: the Trainer has no loss_func and the model's output ({type(outputs).__name__}) does not contain one. Expected "
-            "outputs.loss, outputs['loss'], a scalar tensor, or a tuple that starts with one. Pass loss_func=..., or give the model its "
-            "labels."
+            "outputs.loss, outputs['loss'], a scalar tensor, or a tuple with one. Pass loss_func=..., or give the model its labels."
         )
     return loss
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from drivetrain.context.state import State
 from drivetrain.core.containers import with_attributes
-from drivetrain.core.errors import BatchError, BatchOutputError, NonFiniteError, first_line
+from drivetrain.core.errors import BatchError, BatchOutputError, NonFiniteError, first_line, warn
 from drivetrain.core.time import Clock
 from drivetrain.core.types import StateDict
 from drivetrain.module.distributed_tensors import is_dtensor
@@ -40,7 +40,17 @@ _LOSS_HOOKS = ("calculate_train_batch_loss", "calculate_eval_batch_loss", "calcu
 _PHASES = {"_run_train_epoch": "train", "_run_eval_epoch": "evaluation", "run_prediction": "prediction"}
 _DATA = ("torch.utils.data", "drivetrain.data", "drivetrain.train.loaders")
 _DATA_NAMES = {"train": "train_dataset", "evaluation": "eval_dataset", "prediction": "dataset"}
-_BUILT_IN = (RuntimeError, ValueError, IndexError, TypeError, KeyError)
+_BUILT_IN = (RuntimeError, ValueError, IndexError, TypeError, KeyError, NotImplementedError)
+_ADVICE = {
+    "through the graph a second time": "A tensor that is kept from one batch to the next, such as a hidden state, still has its graph: "
+    "detach() it.",
+    "more than 1 value per channel": "A batch norm cannot train on one sample: train_dataloader_kwargs={'drop_last': True}, or another "
+    "batch size.",
+    "equal size": "The default collate_fn stacks samples of one shape: pad or crop them, or pass a collate_fn that does.",
+    "default_collate: batch must contain": "The default collate_fn takes tensors, arrays, numbers, and dicts or lists of them: convert the "
+    "samples in the dataset, or pass a collate_fn.",
+}
+"""What to do about mistakes that torch describes in these words."""
 
 
 def explain_failure(error: BaseException, model: object, loss_func: object, batch_index: int) -> BaseException:
@@ -49,7 +59,8 @@ def explain_failure(error: BaseException, model: object, loss_func: object, batc
         return error
     batch: object = None
     layer: nn.Module | None = None  # the innermost that was running
-    phase, given, in_loss, in_data, by_torch = "", "", False, False, False
+    tensors: list[Tensor] = []  # that it was called with
+    phase, in_loss, in_data, by_torch = "", False, False, False
     for frame, _ in traceback.walk_tb(error.__traceback__):
         function, module, owner = frame.f_code.co_name, frame.f_globals.get("__name__", ""), frame.f_locals.get("self")
         phase = _PHASES.get(function, phase)
@@ -65,21 +76,30 @@ def explain_failure(error: BaseException, model: object, loss_func: object, batc
         if isinstance(owner, nn.Module) and function == "forward":
             in_loss, layer = in_loss or owner is loss_func, owner
             arguments = [frame.f_locals.get(argument) for argument in inspect.getargvalues(frame).args]
-            given = ", ".join(_shown(value) for value in arguments if isinstance(value, Tensor))
+            tensors = [value for value in arguments if isinstance(value, Tensor)]
         if not module.startswith("drivetrain."):  # ours may be between a layer and its operation
             by_torch = module.startswith("torch.")
     in_data = in_data and batch is None
+    advice = "".join(f" {advice}" for words, advice in _ADVICE.items() if words in str(error))
     if not phase or (batch is None and not in_data):
+        if advice:
+            error.add_note(advice.strip())
         return error
-    data, number = _DATA_NAMES[phase], f"batch {batch_index + 1}" if batch_index else "the first batch"
+    data, number = _DATA_NAMES[phase], f"batch {batch_index + 1}" if phase == "train" else "a batch"
+    number = number if batch_index else "the first batch"
     if in_data:
         text = f"Reading {number} for {phase} failed: look at {data} and its collate_fn."
     else:
         where = f" in the loss function ({_name(loss_func)})" if in_loss else _layer_name(layer, model)
-        called = f", called with {given}." if given else "."
-        text = f"{data}: {number} for {phase} ({_shown(batch)}) failed{where}{called}"
+        called = f", called with {', '.join(map(_shown, tensors))}." if tensors else "."
+        text = (
+            f"{data}: {number} for {phase} ({_shown(batch)}) failed{where}{called}{_about_input(layer, tensors, error)}"
+        )
+    text += advice
     if loss_func is None and isinstance(batch, list | tuple) and layer is None and isinstance(error, TypeError):
         text += " Without a loss_func the model gets the whole batch and returns its loss. Pass Trainer(model, loss_func=...)."
+        if phase == "evaluation":
+            text = f"{text[:-1]}, or override calculate_eval_batch_loss like calculate_train_batch_loss."
     if "device-side assert" in str(error):
         text += (
             " A CUDA kernel found a wrong value, often a label or an index out of range, and the layer named may be a later one. "
@@ -89,6 +109,19 @@ def explain_failure(error: BaseException, model: object, loss_func: object, batc
         return BatchError(f"{text} {type(error).__name__}: {first_line(error)}")
     error.add_note(text)
     return error
+
+
+def _about_input(layer: nn.Module | None, tensors: Sequence[Tensor], error: Exception) -> str:
+    """Return what is wrong with the indices or the dtype that a layer was called with, after a space."""
+    weight = None if layer is None else next(layer.parameters(recurse=False), None)
+    if weight is None or not tensors or tensors[0].device.type == "cuda":
+        return ""
+    first = tensors[0]
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and isinstance(error, IndexError) and first.numel():
+        return f" Its {len(weight)} rows have the indices 0 to {len(weight) - 1}, and those given go from {first.min()} to {first.max()}."
+    if first.dtype != weight.dtype == torch.float32 and not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        return " Its weights are float32: convert the input with .float(), best in the dataset."
+    return ""
 
 
 def _layer_name(layer: nn.Module | None, model: object) -> str:
@@ -104,15 +137,23 @@ def _name(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def _shown(value: object, depth: int = 0) -> str:
     """Return types and shapes of a batch, such as `(float32[8, 6], int64[8])`."""
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return f"{_dtype(value)}{list(value.shape)}"
     if depth < 2 and isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {_shown(item, depth + 1)}" for key, item in list(value.items())[:8]) + "}"
     if depth < 2 and isinstance(value, list | tuple):
         return "(" + ", ".join(_shown(item, depth + 1) for item in value[:8]) + ")"
     return type(value).__name__
+
+
+_CLASSES = ("CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss")
+_DIFFERENCES = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 
 
 def check_loss_inputs(loss_func: object, outputs: object, targets: object) -> None:
@@ -125,35 +166,67 @@ def check_loss_inputs(loss_func: object, outputs: object, targets: object) -> No
         return
     if not isinstance(outputs, Tensor):
         entries = f" with the entries {', '.join(map(repr, outputs))}" if isinstance(outputs, Mapping) else ""
+        entry = next(iter(outputs), 0) if isinstance(outputs, Mapping) else 0
         raise BatchOutputError(
             f"the model returned a {type(outputs).__name__}{entries}, and loss_func ({name}) takes a tensor. Pass a "
-            "loss_func that picks its entry, such as lambda outputs, targets: loss(outputs['logits'], targets), or override "
+            f"loss_func that picks its entry, such as lambda outputs, targets: loss(outputs[{entry!r}], targets), or override "
             "calculate_train_batch_loss."
         )
-    if name not in ("CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"):
+    if type(targets) is not Tensor or type(outputs) is not Tensor:
         return
+    if name in _DIFFERENCES and outputs.dim() != targets.dim() and outputs.numel() == targets.numel() > 1:
+        warn(
+            f"loss_func ({name}) compares outputs {_shown(outputs)} with targets {_shown(targets)}: torch repeats both, and compares each "
+            "output with the targets of all samples. Give them one shape, with outputs.squeeze(1) or targets.unsqueeze(1)."
+        )
     if (
-        type(targets) is not Tensor
-        or type(outputs) is not Tensor
-        or targets.is_floating_point()
-        or targets.is_complex()
+        name in ("CrossEntropyLoss", "cross_entropy")
+        and outputs.dim() > 1
+        and outputs.shape[1] > 1
+        and outputs.is_floating_point()
     ):
-        return
-    if not outputs.dim() or targets.dim() != outputs.dim() - 1:
-        return  # another form: torch explains what it expects
-    classes = outputs.shape[1] if outputs.dim() > 1 else outputs.shape[0]
+        rows = outputs.detach().float()
+        if bool((rows >= 0).all()) and bool(((rows.sum(1) - 1).abs() < 0.01).all()):
+            warn(
+                f"the outputs are probabilities, and loss_func ({name}) takes logits: remove the softmax at the end of the model."
+            )
+    if name in _CLASSES and outputs.dim() and (problem := _label_problem(loss_func, outputs, targets)):
+        raise BatchError(f"the labels of the first batch ({_shown(targets)}) do not fit {name}: {problem}")
+
+
+def _label_problem(loss_func: object, outputs: Tensor, targets: Tensor) -> str:
+    """Return what is wrong with labels and what to do, or nothing where they are classes, or torch explains it well."""
+    form, dims = _shown(outputs), outputs.dim()
+    classes = outputs.shape[1] if dims > 1 else outputs.shape[0]
+    if targets.dim() == dims > 1 and targets.shape[1] == 1 < classes:
+        return "they have a dimension too many, expected one class for each sample. Use targets.squeeze(1)."
+    if targets.shape == outputs.shape and not targets.is_floating_point():
+        return "they look like one-hot vectors of whole numbers. Use targets.argmax(1), or targets.float() for probabilities."
+    if targets.dim() != dims - 1 or targets.is_complex():
+        return ""
+    if targets.dtype not in (torch.int64, torch.uint8):
+        return f"they are {_dtype(targets)}, expected whole numbers of type int64, one class for each sample. Use targets.long()."
+    if dims > 2 and outputs.shape[:-1] == targets.shape != (*outputs.shape[:1], *outputs.shape[2:]):
+        return (
+            f"the outputs {form} have their classes last, expected (batch, classes, ...). Use outputs.flatten(0, -2) and "
+            "targets.flatten(), or outputs.movedim(-1, 1), in a loss_func of your own."
+        )
     labels = targets.detach()[targets != getattr(loss_func, "ignore_index", -100)]
     if not labels.numel():
-        return
+        return ""
     lowest, highest = (int(bound) for bound in torch.aminmax(labels.long()))
-    if lowest < 0 or highest >= classes:
-        advice = "Renumber the labels"
-        if lowest >= 0:
-            advice = f"Give the last layer {highest + 1} outputs or renumber the labels"
-        raise BatchError(
-            f"train_dataset: the labels of the first batch are from {lowest} to {highest}, and the model's outputs ({_shown(outputs)}) "
-            f"have {classes} classes, numbered 0 to {classes - 1}. {advice}; labels to skip are -100 (ignore_index)."
-        )
+    if lowest >= 0 and highest < classes:
+        return ""
+    advice = (
+        f"Give the last layer {highest + 1} outputs or renumber the labels" if lowest >= 0 else "Renumber the labels"
+    )
+    for label in (lowest, highest):
+        if label in (-1, 255):
+            advice += f"; if {label} means 'no label', use ignore_index={label} in the loss"
+    return (
+        f"they are from {lowest} to {highest}, and the model's outputs ({form}) have {classes} classes, numbered 0 to {classes - 1}. "
+        f"{advice}; labels to skip are -100 (ignore_index)."
+    )
 
 
 # ---------------------------------------------------------------------- updates that are left out

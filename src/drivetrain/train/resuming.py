@@ -310,7 +310,8 @@ def handle_signal(number: int, signals: StopSignals, checkpoints: CheckpointSche
     if run is not None and hasattr(run, "interrupted"):
         run.interrupted = True
     if number == signal.SIGINT:  # what Ctrl-C has always raised
-        raise KeyboardInterrupt
+        last = checkpoints.last
+        raise KeyboardInterrupt(*[] if last is None else [f"saved as {last}; resume_from='auto' continues the run"])
     raise SystemExit(exit_status(number))
 
 

@@ -11,10 +11,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from drivetrain.context.state import State
 from drivetrain.core.arguments import naming
@@ -57,7 +58,7 @@ def prepare_run(
     """Fill the trainer's run, up to the first event. `until_end` is closed when the run has ended."""
     run, state = trainer.run, trainer.state
     settings = run.require_settings()
-    arguments.check_model(state.model, state.loss_fn, trains=True)
+    arguments.check_model(state.model, state.loss_fn, trains=not trainer.overrides("calculate_train_batch_loss"))
     arguments.check_loss_func(state.loss_fn, trainer.optimizer)
     arguments.check_optimizer(state, strict=trainer.strict)
     check_hooks(trainer)
@@ -246,18 +247,22 @@ def _prepare_scheduler(trainer: "Trainer") -> None:
         arguments.check_scheduler(given, trainer.optimizer, run.units)
         create: Callable[..., object] = trainer.create_scheduler
         try:  # an override that takes a parameter, as older ones do, gets the optimizer
-            scheduler = create(trainer.optimizer) if len(inspect.signature(create).parameters) == 1 else create()
+            scheduler: Any = create(trainer.optimizer) if len(inspect.signature(create).parameters) == 1 else create()
         except TypeError as error:
             raise ConfigTypeError(
                 f"create_scheduler_fn={given!r} cannot be called with only the optimizer: {error}. Bind its other arguments, "
                 "for example with functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100)."
             ) from error
-        if not any(callable(getattr(scheduler, name, None)) for name in ("step", "step_update")):
-            raise ConfigTypeError(
-                f"create_scheduler_fn={given!r} returned {scheduler!r} ({type(scheduler).__name__}), expected a scheduler with step()."
-            )
+        if not trainer.overrides("scheduler_step") and not isinstance(scheduler, ReduceLROnPlateau):
+            try:
+                inspect.signature(scheduler.step).bind()
+            except (AttributeError, TypeError) as error:
+                raise ConfigTypeError(
+                    f"create_scheduler_fn={given!r} returned {scheduler!r} ({type(scheduler).__name__}), expected a scheduler with "
+                    f"step(): {error}. For a scheduler of timm use TrainerWithTimmScheduler."
+                ) from None
         trainer.scheduler, run.shared.scheduler_is_ours = scheduler, True
-    if isinstance(trainer.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+    if isinstance(trainer.scheduler, ReduceLROnPlateau):
         arguments.check_plateau(settings.scheduler_metric, loaders.set_names(run.data.evaluation))
         settings = run.settings = replace(settings, scheduler_interval="epoch")
     run.schedules_each_step = settings.scheduler_interval == "step"

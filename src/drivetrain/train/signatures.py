@@ -6,12 +6,15 @@ A wrong name raises before the first step, with what to write instead: another l
 
 import functools
 import inspect
+import itertools
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from drivetrain.context.state import State
 from drivetrain.core.engine import Engine
-from drivetrain.core.errors import ConfigTypeError, did_you_mean, nearest_name, warn
+from drivetrain.core.errors import ConfigTypeError, DrivetrainError, did_you_mean, nearest_name, warn
 from drivetrain.core.lazy import Slot
 from drivetrain.data.workers import ending_workers
 from drivetrain.train.hooks import TrainerHooks
@@ -28,6 +31,12 @@ FOREIGN_ARGUMENTS: Slot[Mapping[str, str]] = Slot("train.foreign_arguments")
 """What to write instead of an argument of another library's trainer."""
 FOREIGN_METHODS: Slot[Mapping[str, str]] = Slot("train.foreign_methods")
 """The same for methods and attributes of its trainers, and for methods that its users override."""
+_ARGUMENTS: dict[str, list[str]] = {}
+"""The arguments of each method that users call."""
+_INTERNAL = re.compile(
+    r"drivetrain\.|torch\.nn\.modules\.module$|torch\.utils\.|torch\._utils$|(contextlib|functools)$"
+)
+"""Modules between the user's call and the user's code."""
 _NO_HOOKS = ("forward", "generate", "gather", "get_model", "log", "print", "request_stop")
 
 
@@ -44,18 +53,52 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
             if name not in valid:
                 raise TypeError(_unknown_keyword(function.__name__, name, valid))
         _check_parts(args[0])
-        with ending_workers():
-            return function(*args, **kwargs)
+        with ending_workers() as is_outermost:
+            try:
+                return function(*args, **kwargs)
+            except BaseException as error:
+                if is_outermost and not os.environ.get("DRIVETRAIN_FULL_TRACEBACK"):
+                    _shorten_traceback(error)
+                raise
 
+    _ARGUMENTS[function.__name__] = valid
     return checked
 
 
+def _shorten_traceback(error: BaseException) -> None:
+    """Leave out the frames of the Trainer between the user's call and the user's own code, or the line that raises our error.
+
+    Without either of them the error may be ours, and everything is shown.
+    """
+    seen: set[int] = set()
+    shown: BaseException | None = error
+    while shown is not None and id(shown) not in seen:
+        seen.add(id(shown))
+        links = [shown.__traceback__] if shown.__traceback__ else []
+        while links and links[-1].tb_next is not None:
+            links.append(links[-1].tb_next)
+        modules = [link.tb_frame.f_globals.get("__name__") or "" for link in links]
+        has_theirs = any(not module.startswith(("drivetrain.", "torch.", "contextlib")) for module in modules)
+        if has_theirs or isinstance(error, DrivetrainError | KeyboardInterrupt) or hasattr(error, "__notes__"):
+            ends = (links[0], links[-1]) if links else ()
+            kept = [link for link, module in zip(links, modules) if link in ends or not _INTERNAL.match(module)]
+            for link, following in itertools.pairwise(kept):
+                link.tb_next = following
+        shown = shown.__cause__ or (None if shown.__suppress_context__ else shown.__context__)
+
+
 def _unknown_keyword(function: str, name: str, valid: Sequence[str]) -> str:
+    title = "Trainer" if function == "__init__" else f"Trainer.{function}"
     instead = FOREIGN_ARGUMENTS.load().get(name, "")
     if function in ("evaluate", "predict") and f"{function}(" not in instead:  # it is about the constructor and train()
         near = {"batch_size": "per_device_batch_size", "num_workers": "dataloader_kwargs"}.get(name)
         instead = f"{function}({near}=...)" if near else ""
-    title = "Trainer" if function == "__init__" else f"Trainer.{function}"
+    elif (
+        not instead
+        and (owner := {"__init__": "train", "train": "__init__"}.get(function))
+        and name in _ARGUMENTS[owner]
+    ):
+        instead = f"{'Trainer' if owner == '__init__' else owner}({name}=...)"
     hint = f" Write instead: {instead}." if instead else did_you_mean(name, valid) or f" Arguments: {', '.join(valid)}."
     return f"{title}() got an unexpected keyword argument {name!r}.{hint}"
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from drivetrain.core.arguments import check_callable
 from drivetrain.core.errors import BatchOutputError, ConfigError, warn
 from drivetrain.core.types import StateDict
 from drivetrain.module.accumulation import Count
@@ -368,15 +369,12 @@ class MetricSet:
         for name, metric in metrics.items():
             if _is_torchmetrics(metric, "Metric") or _is_torchmetrics(metric, "MetricCollection"):
                 self._stateful[str(name)] = _apart(metric, shared)
-            elif callable(metric) and not isinstance(metric, type):
+            else:
+                check_callable(
+                    f"{argument}[{name!r}]", metric, "a function of (outputs, targets), or a torchmetrics.Metric", 2
+                )
                 self._plain[str(name)] = metric
                 self._means[str(name)] = LossTracker()
-            else:
-                made = " Give an instance, not the class." if isinstance(metric, type) else ""
-                raise ConfigError(
-                    f"{argument}[{name!r}]={metric!r}: expected a torchmetrics.Metric or a function of (outputs, "
-                    f"targets).{made}"
-                )
 
     def __bool__(self) -> bool:
         return bool(self._stateful or self._plain)

@@ -10,6 +10,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.core.errors import ConfigError
@@ -66,6 +67,16 @@ def test_a_terminal_gets_bars_with_loss_rate_speed_and_time(tmp_path):
     assert "\x1b[?25h" in written  # the cursor is back
     assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", written)  # NO_COLOR is obeyed
     assert text.rstrip().endswith("the end")
+
+
+def test_a_narrow_terminal_keeps_the_counts_and_shortens_the_bar():
+    display = module._BarDisplay(Console(width=60, file=io.StringIO(), force_terminal=True, color_system=None))
+    phase = module._Phase("epoch 2/5", 12, 0, 0)
+    display.begin(phase)
+    phase.done = 12
+    display.draw(phase, "loss 0.06444  lr 0.01  37.9k samples/s", is_end=True)
+    display.close()
+    assert "12/12 0:00 loss 0.06444  lr 0.01  37.9k samples/s" in display._progress.console.file.getvalue()
 
 
 def test_a_file_gets_plain_lines_one_per_phase(capsys):

@@ -274,7 +274,7 @@ class _Search:
             self.notes.append("simulation: skipped, because the time limit is too short for it")
             return list(top)
         close, rest = self._close(top)
-        self._tell(f"simulating {len(close)} plans")
+        self._tell(f"simulating {len(close)} of them")
         outcomes = run_on_master(lambda: self._outcomes(close, left))
         close, rest = close[: len(outcomes)], close[len(outcomes) :] + rest
         ranked: list[Scored] = []

@@ -202,11 +202,12 @@ class _BarDisplay(_Display):
 
     def __init__(self, console: "Console"):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.table import Column
 
         self._progress = Progress(
             "{task.description}",
             BarColumn(bar_width=None),
-            MofNCompleteColumn(),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
             TextColumn("{task.fields[times]}", style="progress.elapsed"),
             TextColumn("{task.fields[figures]}", style="progress.data.speed"),
             console=console,
