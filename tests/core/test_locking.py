@@ -222,6 +222,17 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
+def test_a_released_lock_whose_file_could_not_be_removed_is_free_for_the_same_process(tmp_path):
+    lock = FolderLock(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    assert lock.acquire()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    lock.release()
+    again = FolderLock(tmp_path / "moved")
+    assert not is_locked(tmp_path / "moved") and again.acquire() and again.is_held()
+    again.release()
+
+
 def test_another_thread_can_release_a_lock_while_the_heartbeat_starts(tmp_path, monkeypatch):
     """As a garbage collection does that begins in the new thread."""
     (tmp_path / "other").mkdir()

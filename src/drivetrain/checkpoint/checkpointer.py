@@ -38,6 +38,8 @@ from drivetrain.checkpoint.writer import (
     remove_folder,
     write_checkpoint,
 )
+from drivetrain.context.context import Context
+from drivetrain.context.loading import walk
 from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import CheckpointError, ConfigError, NonFiniteStateError, StateError, unknown_name
 from drivetrain.core.locking import FolderLock
@@ -203,8 +205,8 @@ class Checkpointer:
 
     def _check_finite(self, path: Path, exchange: RankExchange) -> None:
         """Raise on all ranks if the state of any of them is not finite."""
-        items = {"model": self.ctx} if isinstance(self.ctx, Module) else getattr(self.ctx, "__dict__", {})
-        found = exchange.gather(nonfinite_state(dict(items)))
+        root = self.ctx if isinstance(self.ctx, Context | Module) else dict(getattr(self.ctx, "__dict__", {}))
+        found = exchange.gather(nonfinite_state({path or "model": item for path, _, item in walk(root)}))
         names = list(dict.fromkeys(name for of_rank in found for name in of_rank))
         if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
@@ -323,7 +325,7 @@ class Checkpointer:
         found = dict(metrics or {})
         if self.best is not None and self.best.metric not in found:
             for item in getattr(self.ctx, "__dict__", {}).values():  # a Recorder knows the last value of each tag
-                if callable(getattr(item, "last", None)) and callable(getattr(item, "scalar", None)):
+                if hasattr(type(item), "last") and hasattr(type(item), "scalar"):
                     with suppress(KeyError, ValueError):
                         if (value := item.last(self.best.metric)) is not None:
                             found[self.best.metric] = value
