@@ -1,6 +1,7 @@
 import logging
 import os
 import random
+import shutil
 import signal
 import threading
 
@@ -169,6 +170,17 @@ def test_the_newest_the_best_and_milestones_stay(tmp_path):
         assert read_pointer(tmp_path, "best").name == "checkpoint-ba2"
         assert read_pointer(tmp_path, "last").name == "checkpoint-ba10"
     assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith("checkpoint-")) == ["best", "last"]
+
+
+def test_a_checkpoint_that_was_copied_or_renamed_stays(tmp_path):
+    ctx = make_context()
+    with Checkpointer(ctx, keep=1, dir=tmp_path, signals=False) as keeper:
+        shutil.copytree(keeper.save("a"), tmp_path / "checkpoint-a-copy")
+        keeper.save("b").rename(tmp_path / "checkpoint-good")
+        for id in "cde":
+            keeper.save(id)
+        assert ids(keeper) == ["a", "b", "e"]
+        assert keeper.restore(tmp_path / "checkpoint-good").id == "b"
 
 
 def test_the_best_metric_is_asked_of_a_recorder(tmp_path):

@@ -222,11 +222,15 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-def test_a_released_lock_whose_file_could_not_be_removed_is_free_for_the_same_process(tmp_path):
+@pytest.mark.parametrize("is_taken_again", [False, True])
+def test_a_lock_whose_folder_was_moved_away_is_free_when_it_is_released(tmp_path, is_taken_again):
     lock = FolderLock(tmp_path / "run")
     (tmp_path / "run").mkdir()
     assert lock.acquire()
     (tmp_path / "run").rename(tmp_path / "moved")
+    if is_taken_again:
+        (tmp_path / "run").mkdir()
+        assert lock.acquire()
     lock.release()
     again = FolderLock(tmp_path / "moved")
     assert not is_locked(tmp_path / "moved") and again.acquire() and again.is_held()

@@ -360,6 +360,8 @@ class Checkpointer:
             except CheckpointError as error:  # one that cannot be read protects nothing
                 logger.warning("%s", error)
         known = known_checkpoints(self.directory)
+        # A copy, or one that was renamed, belongs to the person who did that.
+        known = {folder: one for folder, one in known.items() if folder.name == layout.checkpoint_name(one.id)}
         for folder in layout.to_remove(known, keep=self.keep, best=self.best, keep_every=self.keep_every):
             if folder not in pointed:
                 try:

@@ -94,6 +94,7 @@ class FolderLock:
         self.holder, token = None, secrets.token_hex(8)
         if not self._create_lock_file(self.path, token):
             return False
+        _released.add(self._token)  # of a folder that was moved away
         self._token, self._problem = token, ""
         _hearts.add(self)
         return True
