@@ -10,7 +10,7 @@ import pytest
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.runtime.ranks import get_rank
-from drivetrain.runtime.signals import StopSignals, exit_status, is_stop, requeue_under_slurm
+from drivetrain.runtime.signals import StopSignals, StopWatchdog, exit_status, is_stop, requeue_under_slurm
 
 
 def send(number: int) -> None:
@@ -247,3 +247,18 @@ def test_the_signals_of_the_system_are_listed_once(monkeypatch):
     monkeypatch.delattr(signal, "valid_signals")
     with StopSignals() as signals:
         assert signals.signals == (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+def test_the_watch_for_signals_ends_while_a_forked_worker_lives():
+    watchdog = StopWatchdog(set(), lambda: True)
+    worker = os.fork()
+    if worker == 0:
+        time.sleep(60)
+        os._exit(0)
+    timer = threading.Timer(10, os.kill, (worker, signal.SIGKILL))  # a worker that is waited for has been killed
+    timer.start()
+    watchdog.close()
+    timer.cancel()
+    assert os.waitpid(worker, os.WNOHANG) == (0, 0)
+    os.kill(worker, signal.SIGKILL)
+    os.waitpid(worker, 0)

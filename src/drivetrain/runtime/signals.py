@@ -203,8 +203,9 @@ class StopWatchdog:
     def close(self) -> None:
         """Stop watching. Call it in the main thread."""
         signal.set_wakeup_fd(self._earlier, warn_on_full_buffer=False)
-        self._theirs.close()  # the thread reads the end, and ends
+        self._theirs.shutdown(socket.SHUT_RDWR)  # the thread reads the end, also where forked workers hold a copy
         self._thread.join()
+        self._theirs.close()
         self._ours.close()
 
     def _watch(self) -> None:
