@@ -108,14 +108,30 @@ class StopSignals:
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
+        self._restore_handlers()
+        if is_stop(self.requested):
+            assert self.requested is not None
+            os.kill(os.getpid(), self.requested)
+
+    def _restore_handlers(self) -> None:
         for number, earlier in self._earlier.items():
             signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
         self._earlier.clear()
         self._entered.remove(self)
         self.installed = False
-        if is_stop(self.requested):
-            assert self.requested is not None
-            os.kill(os.getpid(), self.requested)
+
+    @classmethod
+    def leave_after_fork(cls) -> None:
+        """A forked process ends at a signal, as it would without a run; but a loader worker leaves them to its parent."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_globals.get("__name__") != "torch.utils.data.dataloader":
+            frame = frame.f_back
+        for signals in reversed(cls._entered.copy()):
+            if signals._watchdog is not None:
+                signals._watchdog.detach()
+                signals._watchdog = None
+            if frame is None:
+                signals._restore_handlers()
 
     def clear(self) -> None:
         """Clear the signal: it has been handled."""
@@ -152,6 +168,10 @@ class StopSignals:
         self.request(number)
         if callable(earlier) and earlier is not signal.default_int_handler:
             earlier(number, frame)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=StopSignals.leave_after_fork)
 
 
 def _signal_priority(number: int) -> int:
@@ -202,9 +222,13 @@ class StopWatchdog:
 
     def close(self) -> None:
         """Stop watching. Call it in the main thread."""
-        signal.set_wakeup_fd(self._earlier, warn_on_full_buffer=False)
-        self._theirs.shutdown(socket.SHUT_RDWR)  # the thread reads the end, also where forked workers hold a copy
+        self._theirs.shutdown(socket.SHUT_RDWR)  # the thread reads the end, also where another process holds a copy
         self._thread.join()
+        self.detach()
+
+    def detach(self) -> None:
+        """Close the sockets of this process. A forked one would report its signals through them as this process's."""
+        signal.set_wakeup_fd(self._earlier, warn_on_full_buffer=False)
         self._theirs.close()
         self._ours.close()
 
