@@ -90,7 +90,9 @@ def report_failure(error: BaseException, is_asked_to_end: Callable[[], bool]) ->
     if not isinstance(error, Exception):
         return
     if is_consequence := is_lost_peer(error):
-        error.add_note("Another rank has ended, or cannot be reached. The cause is there: see what it printed, or its exit status.")
+        error.add_note(
+            "Another rank has ended, or cannot be reached. The cause is there: see what it printed, or its exit status."
+        )
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return
     if not is_consequence:

@@ -308,7 +308,9 @@ def read_history(folder: Path, reference: Reference) -> dict[str, Series] | None
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise CheckpointError(f"the history file {path} cannot be read ({error}). Make it readable, or move it away.") from None
+        raise CheckpointError(
+            f"the history file {path} cannot be read ({error}). Make it readable, or move it away."
+        ) from None
 
 
 def _read_chain(file: BinaryIO, end: int, path: Path) -> dict[str, Series]:
