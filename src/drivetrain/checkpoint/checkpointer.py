@@ -288,7 +288,7 @@ class Checkpointer:
             self.close()
             return
         # The error in flight matters more than that of a save, and other ranks may not come to agree on anything.
-        self._job.wait()
+        self.settle()
         self._release()
 
     def _release(self) -> None:

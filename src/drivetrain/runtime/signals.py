@@ -24,7 +24,7 @@ from typing import ClassVar, Self
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.runtime.collectives import all_gather_values, start_agree_any
-from drivetrain.runtime.environment import seconds_from
+from drivetrain.runtime.environment import INTERACTIVE_SLURM_JOBS, seconds_from
 from drivetrain.runtime.ranks import get_num_processes, get_rank
 
 logger = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ def _signal_priority(number: int) -> int:
 def requeue_under_slurm() -> bool:
     """Request SLURM to run this job again after it ends. Return False outside a batch job, or if SLURM rejects it."""
     job = os.environ.get("SLURM_JOB_ID")
-    if not job or os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
+    if not job or os.environ.get("SLURM_JOB_NAME") in INTERACTIVE_SLURM_JOBS:
         return False
     job = os.environ.get("SLURM_ARRAY_JOB_ID", job)
     if "SLURM_ARRAY_TASK_ID" in os.environ:
