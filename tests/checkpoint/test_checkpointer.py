@@ -1,6 +1,7 @@
 import logging
 import os
 import random
+import shutil
 import signal
 import threading
 
@@ -14,6 +15,7 @@ from drivetrain.checkpoint.layout import read_pointer
 from drivetrain.checkpoint.store import save_checkpoint
 from drivetrain.checkpoint.writer import WriteFailedError
 from drivetrain.context.context import Context
+from drivetrain.context.state import State
 from drivetrain.core.errors import CheckpointError, ConfigError, NonFiniteStateError, StateError
 from drivetrain.core.time import Clock
 from drivetrain.runtime.run import Run, set_current_run
@@ -168,6 +170,17 @@ def test_the_newest_the_best_and_milestones_stay(tmp_path):
         assert read_pointer(tmp_path, "best").name == "checkpoint-ba2"
         assert read_pointer(tmp_path, "last").name == "checkpoint-ba10"
     assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith("checkpoint-")) == ["best", "last"]
+
+
+def test_a_checkpoint_that_was_copied_or_renamed_stays(tmp_path):
+    ctx = make_context()
+    with Checkpointer(ctx, keep=1, dir=tmp_path, signals=False) as keeper:
+        shutil.copytree(keeper.save("a"), tmp_path / "checkpoint-a-copy")
+        keeper.save("b").rename(tmp_path / "checkpoint-good")
+        for id in "cde":
+            keeper.save(id)
+        assert ids(keeper) == ["a", "b", "e"]
+        assert keeper.restore(tmp_path / "checkpoint-good").id == "b"
 
 
 def test_the_best_metric_is_asked_of_a_recorder(tmp_path):
@@ -438,6 +451,39 @@ def test_bare_module_is_tested_for_finite_weights_too(tmp_path):
         model.weight.data[0, 0] = float("nan")
         with pytest.raises(NonFiniteStateError, match="weight"):
             keeper.save(2)
+
+
+class Attributes(dict):
+    """A dict whose entries are attributes: what it does not have is a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_settings_in_a_dict_with_attributes_are_saved_and_restored(tmp_path):
+    ctx = Context(settings=Attributes(lr=0.1, inner=Attributes(depth=2)), model=torch.nn.Linear(1, 1))
+    with Checkpointer(ctx, dir=tmp_path, signals=False, best="loss") as keeper:
+        keeper.save(1)
+        ctx.settings["inner"]["depth"] = 3
+        keeper.restore()
+    assert type(ctx.settings) is Attributes and ctx.settings.inner.depth == 2
+
+
+def test_what_a_step_has_computed_is_not_part_of_the_test_for_finite_values(tmp_path):
+    state = State(model=torch.nn.Linear(1, 1))
+    state.outputs, state.batch = Attributes(), torch.nn.Linear(1, 1)
+    state.batch.weight.data.fill_(float("nan"))
+    with Checkpointer(state, dir=tmp_path, signals=False) as keeper:
+        keeper.save(1)
+
+
+def test_modules_inside_of_containers_are_tested_for_finite_values(tmp_path):
+    ctx = Context(models={"a": [torch.nn.Linear(1, 1)]})
+    ctx.models["a"][0].weight.data.fill_(float("nan"))
+    with (
+        Checkpointer(ctx, dir=tmp_path, signals=False) as keeper,
+        pytest.raises(NonFiniteStateError, match=r"models\.a\.0\.weight"),
+    ):
+        keeper.save(1)
 
 
 def test_number_that_was_an_id_finds_its_checkpoint(tmp_path):

@@ -42,6 +42,15 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_the_first_step(tmp_p
     assert all(map(torch.equal, before, trainer.model.parameters()))
 
 
+@pytest.mark.parametrize(
+    ("target", "reason"), [(None, "it is not a folder"), ("nothing", "a link that leads to no folder")]
+)
+def test_what_is_in_the_place_of_the_folder_is_said(tmp_path, target, reason):
+    (tmp_path / "run").write_text("") if target is None else (tmp_path / "run").symlink_to(tmp_path / target)
+    with pytest.raises(WriteFailedError, match=reason):
+        train(make_trainer(), checkpoint_dir=tmp_path / "run")
+
+
 def test_a_new_run_does_not_replace_the_checkpoints_of_another(tmp_path):
     train(make_trainer(), checkpoint_dir=tmp_path)
     with pytest.raises(CheckpointsExistError, match=r"resume_from='auto'.*fold.*overwrite_checkpoints=True") as caught:

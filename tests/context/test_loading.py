@@ -1,7 +1,9 @@
 """Saving and restoring whole Contexts: every kind of item, every kind of problem."""
 
+import gc
 import io
 import random
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -414,3 +416,16 @@ def test_a_subclass_of_a_common_type_is_asked_for_its_own_kind():
         def load_state_dict(self, state): ...
 
     assert type(loading.kind_of(Own())).__name__ == "ObjectKind" and type(loading.kind_of({})).__name__ == "DictKind"
+
+
+def test_a_loaded_state_is_released_without_a_garbage_collection():
+    ctx = Context(model=nn.Linear(2, 1))
+    state = {"model": {name: value.clone() for name, value in ctx.state_dict()["model"].items()}}
+    released = weakref.ref(state["model"]["weight"])
+    gc.disable()
+    try:
+        ctx.load_state_dict(state)
+        del state
+        assert released() is None
+    finally:
+        gc.enable()

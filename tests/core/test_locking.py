@@ -222,6 +222,21 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("is_taken_again", [False, True])
+def test_a_lock_whose_folder_was_moved_away_is_free_when_it_is_released(tmp_path, is_taken_again):
+    lock = FolderLock(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    assert lock.acquire()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    if is_taken_again:
+        (tmp_path / "run").mkdir()
+        assert lock.acquire()
+    lock.release()
+    again = FolderLock(tmp_path / "moved")
+    assert not is_locked(tmp_path / "moved") and again.acquire() and again.is_held()
+    again.release()
+
+
 def test_another_thread_can_release_a_lock_while_the_heartbeat_starts(tmp_path, monkeypatch):
     """As a garbage collection does that begins in the new thread."""
     (tmp_path / "other").mkdir()

@@ -45,7 +45,7 @@ def test_a_state_names_weights_and_optimizer_states_and_leaves_masks_alone():
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    items = {"model": model, "optimizers": (optimizer,), "epoch": 3}
+    items = {"model": model, "optimizers.0": optimizer, "epoch": 3}
     assert nonfinite_state(items) == []
     optimizer.state[model.weight]["exp_avg_sq"][0, 0] = math.inf
     with torch.no_grad():

@@ -55,6 +55,31 @@ def test_a_run_without_progress_is_ended_after_the_limit(ended):
     assert stuck > 0.2 and "hang_timeout is 0.2 s" in reason and "×" not in reason
 
 
+class Unreachable:
+    """A store behind a network that is down: it never answers."""
+
+    def check(self, names):
+        threading.Event().wait(60)
+
+
+class Gone:
+    """A store whose process has ended."""
+
+    def check(self, names):
+        raise RuntimeError("Broken pipe")
+
+
+@pytest.mark.parametrize("store", [Unreachable(), Gone()])
+def test_a_rank_is_watched_where_the_store_cannot_be_reached(ended, monkeypatch, store):
+    monkeypatch.setattr(hangs, "ANSWER_SECONDS", 0.1)
+    run = Run()
+    watch = RankWatch(run, 0.2)
+    watch._store = store
+    with watch:
+        run.batch = 1
+        assert wait_for(lambda: ended)
+
+
 def test_a_run_with_progress_goes_on(ended):
     run = Run()
     with RankWatch(run, 0.5):

@@ -15,7 +15,7 @@ from drivetrain.runtime.environment import in_launched_process
 from drivetrain.runtime.group import init_distributed
 from drivetrain.runtime.launch import WorkerFailed, launch, notebook_launcher
 from drivetrain.runtime.ranks import get_num_processes, get_rank
-from drivetrain.runtime.workers import _check_sendable
+from drivetrain.runtime.workers import _check_sendable, report_failure
 
 forks = pytest.mark.usefixtures("can_fork")
 ROOT = Path(__file__).parents[2]
@@ -325,3 +325,11 @@ def test_result_that_cannot_be_sent_is_named_and_tensors_are_left_alone(result):
     weight = torch.ones(2)
     _check_sendable({"weight": weight, "module": torch.nn.Linear(1, 1)})
     assert not weight.is_shared()
+
+
+def test_a_rank_that_lost_its_peer_says_that_the_cause_is_elsewhere(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    lost, own = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"), RuntimeError("wrong shape")
+    report_failure(lost, lambda: False)
+    report_failure(own, lambda: False)
+    assert "The cause is there" in lost.__notes__[0] and not hasattr(own, "__notes__")

@@ -10,7 +10,7 @@ import pytest
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.runtime.ranks import get_rank
-from drivetrain.runtime.signals import StopSignals, exit_status, is_stop, requeue_under_slurm
+from drivetrain.runtime.signals import StopSignals, StopWatchdog, exit_status, is_stop, requeue_under_slurm
 
 
 def send(number: int) -> None:
@@ -247,3 +247,60 @@ def test_the_signals_of_the_system_are_listed_once(monkeypatch):
     monkeypatch.delattr(signal, "valid_signals")
     with StopSignals() as signals:
         assert signals.signals == (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+def forked(action):
+    """Call a function in a forked process, which then waits for a signal; return its number when it has been called."""
+    ready, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+            os.write(told, b"1")
+            time.sleep(60)
+        finally:
+            os._exit(0)
+    os.read(ready, 1)
+    os.close(ready), os.close(told)
+    return child
+
+
+def test_a_process_that_is_forked_in_a_run_ends_at_a_signal():
+    with StopSignals() as signals:
+        child = forked(lambda: None)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        send(signal.SIGTERM)
+        assert signals.requested == signal.SIGTERM  # this process still stores it
+        signals.clear()
+
+
+def test_a_signal_to_a_forked_process_is_not_one_to_this_process():
+    handled = threading.Event()
+    watchdog = StopWatchdog({signal.SIGTERM}, lambda: handled.set() is None)
+    watchdog._grace = 0.01
+    with StopSignals() as signals:
+        signals._watchdog = watchdog  # as on several processes
+        child = forked(lambda: signal.signal(signal.SIGTERM, lambda *_: None))
+        os.kill(child, signal.SIGTERM)
+        assert not handled.wait(0.3)
+        send(signal.SIGTERM)
+        assert handled.wait(10)
+        signals.clear()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_the_watch_for_signals_ends_while_a_forked_worker_lives():
+    watchdog = StopWatchdog(set(), lambda: True)
+    worker = os.fork()
+    if worker == 0:
+        time.sleep(60)
+        os._exit(0)
+    timer = threading.Timer(10, os.kill, (worker, signal.SIGKILL))  # a worker that is waited for has been killed
+    timer.start()
+    watchdog.close()
+    timer.cancel()
+    assert os.waitpid(worker, os.WNOHANG) == (0, 0)
+    os.kill(worker, signal.SIGKILL)
+    os.waitpid(worker, 0)

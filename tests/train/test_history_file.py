@@ -260,6 +260,24 @@ def test_a_reference_elsewhere_is_rejected(reference):
         InMemoryRunHistory().load_state_dict(state)
 
 
+def test_runs_continue_hard_linked_copies_of_a_folder_without_harm_to_each_other(tmp_path):
+    unbroken = run(tmp_path / "unbroken")
+    run(tmp_path / "first", pull=3)
+    shutil.copytree(tmp_path / "first", tmp_path / "second", copy_function=os.link)
+    (tmp_path / "second/last").unlink()
+    assert run(tmp_path / "second", pull=6, resume_from="auto") is None
+    assert run(tmp_path / "first", resume_from="auto") == unbroken
+    assert run(tmp_path / "second", resume_from="auto") == unbroken
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    run(tmp_path, pull=3)
+    (tmp_path / "history.bin").rename(tmp_path / "elsewhere")
+    (tmp_path / "history.bin").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"history\.bin cannot be read .*link.*move it away"):
+        run(tmp_path, resume_from="auto")
+
+
 def test_a_training_state_saved_by_hand_brings_its_history(tmp_path):
     trainer = make_trainer(callbacks=[Log()])
     train(trainer, num_epochs=2, eval_dataset=make_data(8))

@@ -201,3 +201,14 @@ def test_another_kind_of_optimizer_cannot_continue_a_run(tmp_path, first, second
     ):
         train(second, 2)
     train(first, 2)
+
+
+def test_a_loss_that_is_a_function_continues_a_run_whose_loss_was_a_module(tmp_path):
+    whole, first, second = make_trainer(), make_trainer(), make_trainer()
+    module = second.loss_func
+    assert isinstance(module, nn.Module)
+    second.loss_func = lambda outputs, targets: module(outputs, targets)
+    train(whole, num_epochs=2)
+    train(first, num_epochs=1, checkpoint_dir=tmp_path)
+    train(second, num_epochs=2, checkpoint_dir=tmp_path, resume_from="auto")
+    assert all(map(torch.equal, weights(whole.model), weights(second.model)))

@@ -38,6 +38,8 @@ from drivetrain.checkpoint.writer import (
     remove_folder,
     write_checkpoint,
 )
+from drivetrain.context.context import Context
+from drivetrain.context.loading import walk
 from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import CheckpointError, ConfigError, NonFiniteStateError, StateError, unknown_name
 from drivetrain.core.locking import FolderLock
@@ -203,8 +205,8 @@ class Checkpointer:
 
     def _check_finite(self, path: Path, exchange: RankExchange) -> None:
         """Raise on all ranks if the state of any of them is not finite."""
-        items = {"model": self.ctx} if isinstance(self.ctx, Module) else getattr(self.ctx, "__dict__", {})
-        found = exchange.gather(nonfinite_state(dict(items)))
+        root = self.ctx if isinstance(self.ctx, Context | Module) else dict(getattr(self.ctx, "__dict__", {}))
+        found = exchange.gather(nonfinite_state({path or "model": item for path, _, item in walk(root)}))
         names = list(dict.fromkeys(name for of_rank in found for name in of_rank))
         if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
@@ -286,7 +288,7 @@ class Checkpointer:
             self.close()
             return
         # The error in flight matters more than that of a save, and other ranks may not come to agree on anything.
-        self._job.wait()
+        self.settle()
         self._release()
 
     def _release(self) -> None:
@@ -323,7 +325,7 @@ class Checkpointer:
         found = dict(metrics or {})
         if self.best is not None and self.best.metric not in found:
             for item in getattr(self.ctx, "__dict__", {}).values():  # a Recorder knows the last value of each tag
-                if callable(getattr(item, "last", None)) and callable(getattr(item, "scalar", None)):
+                if hasattr(type(item), "last") and hasattr(type(item), "scalar"):
                     with suppress(KeyError, ValueError):
                         if (value := item.last(self.best.metric)) is not None:
                             found[self.best.metric] = value
@@ -358,6 +360,8 @@ class Checkpointer:
             except CheckpointError as error:  # one that cannot be read protects nothing
                 logger.warning("%s", error)
         known = known_checkpoints(self.directory)
+        # A copy, or one that was renamed, belongs to the person who did that.
+        known = {folder: one for folder, one in known.items() if folder.name == layout.checkpoint_name(one.id)}
         for folder in layout.to_remove(known, keep=self.keep, best=self.best, keep_every=self.keep_every):
             if folder not in pointed:
                 try:

@@ -36,6 +36,8 @@ def prepare_folder(directory: Path, *, fresh: bool) -> FolderLock:
         return "", [folder.name for folder in checkpoint_folders(directory)] if fresh else []
 
     def failed(why: str) -> WriteFailedError:
+        if os.path.lexists(directory) and not directory.is_dir():
+            why = f"it is {'a link that leads to no folder' if directory.is_symlink() else 'not a folder'}"
         text = f"checkpoint_dir={str(directory)!r} cannot be written: {why}. Choose another folder, or make this one writable."
         return WriteFailedError(text, is_permanent=True)
 
@@ -76,7 +78,8 @@ def _check_owner(directory: Path, owner: str) -> None:
     if owner:
         raise FolderInUseError(
             f"the checkpoint folder {str(directory)!r} is in use: {owner} writes to it, and two runs in one folder would replace and "
-            "remove each other's checkpoints. Wait until that run ends, or give this one its own folder."
+            "remove each other's checkpoints. Wait until that run ends, or give this one its own folder. If this is a copy of that run's "
+            f"folder, delete the {WRITER_LOCK} in it."
         )
 
 

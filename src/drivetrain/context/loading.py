@@ -190,6 +190,8 @@ class Loading:
         except Exception:
             _restore_all(done)
             raise
+        finally:  # they refer to this object, and would keep the whole state until a garbage collection
+            self.modules, self.optimizers = [], []
         if self._without_state:
             warn(
                 f"the saved state has None for {', '.join(self._without_state)}: nothing was saved for them, so they keep their current "

@@ -218,11 +218,12 @@ class ObjectKind(Kind):
     saves_itself = True
 
     def holds(self, item: object) -> bool:
-        load = None if isinstance(item, type) else getattr(item, "load_state_dict", None)
+        owner = type(item) if isinstance(item, dict) else item  # one with entries as attributes may raise a KeyError
+        load = None if isinstance(item, type) else getattr(owner, "load_state_dict", None)
         # A class method makes a new object, as Timestamp's does; such an item is a value and has no state to restore.
         return (
             callable(load)
-            and callable(getattr(item, "state_dict", None))
+            and callable(getattr(owner, "state_dict", None))
             and not isinstance(getattr(load, "__self__", None), type)
         )
 

@@ -38,6 +38,8 @@ STALE_SECONDS = 60.0
 _POLL_SECONDS = 0.5
 _FILE_LIMIT = 4096
 _TOKEN = re.compile(r"[0-9a-f]{16}")
+_released: set[str] = set()
+"""Tokens of locks that this process has released. The file of one may still exist, in a read-only or renamed folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,8 @@ class Owner:
 
     def is_alive(self) -> bool | None:
         """Return whether the process lives, or None where only its heartbeat shows it."""
+        if self.token in _released:
+            return False
         if os.name != "posix" or self.pid <= 0 or self.machine != _machine():
             return None
         try:
@@ -90,6 +94,7 @@ class FolderLock:
         self.holder, token = None, secrets.token_hex(8)
         if not self._create_lock_file(self.path, token):
             return False
+        _released.add(self._token)  # of a folder that was moved away
         self._token, self._problem = token, ""
         _hearts.add(self)
         return True
@@ -107,6 +112,7 @@ class FolderLock:
                 self.path.unlink(missing_ok=True)
         except OSError as error:  # its owner is dead soon, and others see that
             logger.warning("the lock %s cannot be removed: %s", self.path, error)
+        _released.add(self._token)
         self._token = ""
 
     def beat(self) -> None:

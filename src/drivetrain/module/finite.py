@@ -10,7 +10,7 @@ is exchanged, one number for each update: gradients may be sharded, and a fault 
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -106,11 +106,11 @@ def nonfinite_names(named: Iterable[tuple[str, Tensor]], only_nan: bool = False)
 def nonfinite_state(items: Mapping[str, object]) -> list[str]:
     """Return the names of trainable weights and optimizer states that are not finite, and of buffers that hold NaN.
 
-    Infinity is usual in buffers, such as attention masks. `items` are modules and optimizers by name, also in lists; others are ignored.
+    Infinity is usual in buffers, such as attention masks. `items` are modules and optimizers by name; others are ignored.
     """
     strict: list[tuple[str, Tensor]] = []
     buffers: list[tuple[str, Tensor]] = []
-    for name, item in _flat(items):
+    for name, item in items.items():
         if isinstance(item, nn.Module):
             strict += [(f"{name}.{key}", p) for key, p in item.named_parameters() if p.requires_grad]
             buffers += [(f"{name}.{key}", buffer) for key, buffer in item.named_buffers()]
@@ -122,14 +122,6 @@ def nonfinite_state(items: Mapping[str, object]) -> list[str]:
                 tensors = [(f"{name}.{index}.{key}", v) for key, v in kept.items() if isinstance(v, Tensor)]
                 strict += [(key, tensor) for key, tensor in tensors if tensor.shape == parameter.shape]
     return nonfinite_names(strict) + nonfinite_names(buffers, only_nan=True)
-
-
-def _flat(items: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
-    for name, item in items.items():
-        if isinstance(item, list | tuple):
-            yield from _flat({f"{name}.{index}": part for index, part in enumerate(item)})
-        else:
-            yield name, item
 
 
 def _values(tensor: Tensor) -> Tensor:

@@ -15,7 +15,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from types import FrameType
 from typing import NoReturn, Protocol, Self
@@ -115,7 +117,7 @@ class RankWatch:
             # A connection of its own: the main thread may hold the other one while it waits.
             store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             self._store = dist.PrefixStore(f"drivetrain/watch/{next(_numbers)}", store)
-        self._thread = threading.Thread(target=self._run, name="drivetrain-rank-watch", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="drivetrain-rank-watch", daemon=True)
         self._thread.start()
         return self
 
@@ -124,13 +126,6 @@ class RankWatch:
         if self._thread is not None:
             self._thread.join()
             self._thread = self._store = None
-
-    def _run(self) -> None:
-        try:
-            self._watch()
-        except (RuntimeError, OSError) as error:  # the store went with rank 0, which ends the job by itself
-            if not self._done.is_set():
-                logger.debug("rank %d: hang detection stopped: %s", self._rank, error)
 
     def _watch(self) -> None:
         period = POLL_SECONDS if self._limit is None else min(POLL_SECONDS, self._limit / 8)
@@ -143,16 +138,22 @@ class RankWatch:
             position = self._watched.position()
             if position != last:
                 last, stuck = position, 0.0
-            if self._store is not None and self._store.check(["hang"]):
-                self._end(stuck, f"another rank reports: {self._store.get('hang').decode(errors='replace')}")
+            store, compares = self._store, now - compared > EXCHANGE_SECONDS
+            if store is not None and not _within(ANSWER_SECONDS, partial(self._exchange, store, stuck, compares)):
+                self._store = None  # its machine cannot be reached; each rank is still watched by itself
+            compared = now if compares else compared
             if self._limit is not None and stuck > self._limit:
                 running = [frame.f_code.co_filename for frame in _main_frames()]
                 patient = last[0] == first[0] or any(part in file for file in running for part in PATIENT)
                 if stuck > self._limit * (PATIENCE if patient else 1):
                     self._end(stuck, f"hang_timeout is {self._limit:g} s{f' × {PATIENCE} here' if patient else ''}")
-            if self._store is not None and now - compared > EXCHANGE_SECONDS:
-                compared = now
-                self._compare(self._store)
+
+    def _exchange(self, store: dist.Store, stuck: float, compares: bool) -> None:
+        """Read whether another rank hangs, and compare times."""
+        if store.check(["hang"]):
+            self._end(stuck, f"another rank reports: {store.get('hang').decode(errors='replace')}")
+        if compares:
+            self._compare(store)
 
     def _end(self, stuck: float, reason: str) -> NoReturn:
         """Print where this process is, give the others time to do the same, and end."""
@@ -165,11 +166,9 @@ class RankWatch:
         collectives = _collectives_in_progress()
         text += f"collectives in progress: {', '.join(collectives)}\n" if collectives else ""
         _print(text + _stacks(), f"rank {self._rank}")
-        try:
-            if self._store is not None:
-                self._answer(self._store, place)
-        finally:  # the store may have gone with another rank
-            os._exit(HANG_STATUS)
+        if store := self._store:
+            _within(2 * ANSWER_SECONDS, partial(self._answer, store, place))
+        os._exit(HANG_STATUS)
 
     def _answer(self, store: dist.Store, place: str) -> None:
         """Notify the other ranks, wait until they have reported, and list all of them once."""
@@ -221,6 +220,19 @@ def find_straggler(seconds: list[float], step: float) -> Straggler | None:
     if step <= 0 or seconds[slowest] - others < SLOW_SHARE * step:
         return None
     return Straggler(slowest, seconds[slowest], others, step)
+
+
+def _within(seconds: float, exchange: Callable[[], None]) -> bool:
+    """Return whether an exchange has ended in time. The store may have gone with its rank, or a network that is down may block it."""
+
+    def attempt() -> None:
+        with suppress(RuntimeError, OSError):
+            exchange()
+
+    thread = threading.Thread(target=attempt, name="drivetrain-rank-exchange", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def _main_frames() -> list[FrameType]:

@@ -24,7 +24,7 @@ from typing import ClassVar, Self
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.runtime.collectives import all_gather_values, start_agree_any
-from drivetrain.runtime.environment import seconds_from
+from drivetrain.runtime.environment import INTERACTIVE_SLURM_JOBS, seconds_from
 from drivetrain.runtime.ranks import get_num_processes, get_rank
 
 logger = logging.getLogger(__name__)
@@ -108,14 +108,30 @@ class StopSignals:
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
+        self._restore_handlers()
+        if is_stop(self.requested):
+            assert self.requested is not None
+            os.kill(os.getpid(), self.requested)
+
+    def _restore_handlers(self) -> None:
         for number, earlier in self._earlier.items():
             signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
         self._earlier.clear()
         self._entered.remove(self)
         self.installed = False
-        if is_stop(self.requested):
-            assert self.requested is not None
-            os.kill(os.getpid(), self.requested)
+
+    @classmethod
+    def leave_after_fork(cls) -> None:
+        """A forked process ends at a signal, as it would without a run; but a loader worker leaves them to its parent."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_globals.get("__name__") != "torch.utils.data.dataloader":
+            frame = frame.f_back
+        for signals in reversed(cls._entered.copy()):
+            if signals._watchdog is not None:
+                signals._watchdog.detach()
+                signals._watchdog = None
+            if frame is None:
+                signals._restore_handlers()
 
     def clear(self) -> None:
         """Clear the signal: it has been handled."""
@@ -154,6 +170,10 @@ class StopSignals:
             earlier(number, frame)
 
 
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=StopSignals.leave_after_fork)
+
+
 def _signal_priority(number: int) -> int:
     return URGENCY.index(number) if number in URGENCY else len(URGENCY)
 
@@ -161,7 +181,7 @@ def _signal_priority(number: int) -> int:
 def requeue_under_slurm() -> bool:
     """Request SLURM to run this job again after it ends. Return False outside a batch job, or if SLURM rejects it."""
     job = os.environ.get("SLURM_JOB_ID")
-    if not job or os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
+    if not job or os.environ.get("SLURM_JOB_NAME") in INTERACTIVE_SLURM_JOBS:
         return False
     job = os.environ.get("SLURM_ARRAY_JOB_ID", job)
     if "SLURM_ARRAY_TASK_ID" in os.environ:
@@ -202,9 +222,14 @@ class StopWatchdog:
 
     def close(self) -> None:
         """Stop watching. Call it in the main thread."""
-        signal.set_wakeup_fd(self._earlier, warn_on_full_buffer=False)
-        self._theirs.close()  # the thread reads the end, and ends
+        self._theirs.shutdown(socket.SHUT_RDWR)  # the thread reads the end, also where another process holds a copy
         self._thread.join()
+        self.detach()
+
+    def detach(self) -> None:
+        """Close the sockets of this process. A forked one would report its signals through them as this process's."""
+        signal.set_wakeup_fd(self._earlier, warn_on_full_buffer=False)
+        self._theirs.close()
         self._ours.close()
 
     def _watch(self) -> None:

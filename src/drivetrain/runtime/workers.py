@@ -84,12 +84,18 @@ def _check_sendable(result: object) -> None:
 def report_failure(error: BaseException, is_asked_to_end: Callable[[], bool]) -> None:
     """Under torch's launcher, make the rank that failed first report last.
 
-    Its traceback goes into the file that the launcher prints at the end. A rank that only lost its peer waits for the launcher to end
-    it, and then ends silently.
+    Its traceback goes into the file that the launcher prints at the end. A rank that only lost its peer gets a note, waits for the
+    launcher to end it, and then ends silently.
     """
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ or not isinstance(error, Exception):
+    if not isinstance(error, Exception):
         return
-    if not is_lost_peer(error):
+    if is_consequence := is_lost_peer(error):
+        error.add_note(
+            "Another rank has ended, or cannot be reached. The cause is there: see what it printed, or its exit status."
+        )
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return
+    if not is_consequence:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
@@ -112,7 +118,7 @@ def _schedule_exit() -> None:
 def is_lost_peer(error: BaseException | None) -> bool:
     """Return whether an error only reports that another process is gone."""
     while error is not None:
-        if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error)):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -239,7 +239,8 @@ class HistoryFile:
                 self._digest, self._waiting = hashlib.sha256(MAGIC), [MAGIC]
                 self._end, self._written = len(MAGIC), 0
                 return
-            if (digest := _whole_digest(path)) is not None:
+            # A hard link is a copy that another run may continue in its own way.
+            if path.lstat().st_nlink <= 1 and (digest := _whole_digest(path)) is not None:
                 self._end = self._written = path.stat().st_size
                 self.name, self._digest = name, digest
                 return
@@ -306,6 +307,10 @@ def read_history(folder: Path, reference: Reference) -> dict[str, Series] | None
             return _read_chain(file, reference.size, path)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise CheckpointError(
+            f"the history file {path} cannot be read ({error}). Make it readable, or move it away."
+        ) from None
 
 
 def _read_chain(file: BinaryIO, end: int, path: Path) -> dict[str, Series]:
