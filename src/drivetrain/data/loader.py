@@ -95,29 +95,17 @@ class SmartDataLoader(DataLoader[T_co]):
         self.iterable, self.name, self.prefetch = iterable, name, own["prefetch"]
         self.global_batch_size: int | None = own["global_batch_size"]
 
-        collate = dataloader_kwargs.get("collate_fn")
-        batched = batch_sampler is not None or dataloader_kwargs.get("batch_size", 1) is not None
-        self._order: SampleOrder | None = None
-        self._fetch: GatherFetch | UserFetch | None = None
-        self._reader: stream.FilterReader | stream.ShardedReader | None = None
-        if isinstance(dataset, IterableDataset):
-            kind = stream.FilterReader if iterable == "filter" else stream.ShardedReader
-            self._reader = kind(dataset, collate, batched=batched, rng=rng)
-        else:
-            self._order, self._fetch, self._length = source.indexed_source(
-                dataset, bool(shuffle), sampler, batch_sampler, collate, batched, rng
-            )
+        self._make_source()
         if resident is True and self.columns is None:
             resident_columns(None, torch.device("cpu"), True)  # reports what is missing
         if isinstance(self._order, IndexOrder):
             sampler = self._order
         super().__init__(dataset, sampler=sampler, batch_sampler=batch_sampler, **dataloader_kwargs)
+        self._collate = self.collate_fn
 
         self._seed, self._seed_agrees = self._first_seed()
         self._cursor = Cursor()
         self._device: torch.device | None = None
-        self._placed: tuple[torch.device, GatherFetch | None] | None = None
-        self._pool: WorkerPool | None = None
         if self.global_batch_size is not None:
             local_batch_size(self.global_batch_size, num_data_ranks())
 
@@ -135,6 +123,24 @@ class SmartDataLoader(DataLoader[T_co]):
             other._seed, other._seed_agrees = self._seed, self._seed_agrees
         other._device, other.loading_bar = self._device, changes.get("loading_bar", self.loading_bar)
         return other
+
+    def _make_source(self) -> None:
+        """Decide from the arguments in which order the data is read, and how."""
+        given = self._arguments
+        dataset, batches, collate = given["dataset"], given["batch_sampler"], given.get("collate_fn")
+        batched = batches is not None or given.get("batch_size", 1) is not None
+        self._order: SampleOrder | None = None
+        self._fetch: GatherFetch | UserFetch | None = None
+        self._reader: stream.FilterReader | stream.ShardedReader | None = None
+        self._placed: tuple[torch.device, GatherFetch | None] | None = None
+        self._pool: WorkerPool | None = None
+        if isinstance(dataset, IterableDataset):
+            kind = stream.FilterReader if self.iterable == "filter" else stream.ShardedReader
+            self._reader = kind(dataset, collate, batched=batched, rng=self.rng)
+        else:
+            self._order, self._fetch, self._length = source.indexed_source(
+                dataset, bool(given["shuffle"]), given["sampler"], batches, collate, batched, self.rng
+            )
 
     # ------------------------------------------------------------------ what a loop reads
 
@@ -234,7 +240,11 @@ class SmartDataLoader(DataLoader[T_co]):
         return batches  # type: ignore[return-value]  # only the dataset knows what a batch is
 
     def _look_again(self) -> None:
-        """Read what a dataset of tensors holds now: they, or the indices of a subset, may have been replaced since the last epoch."""
+        """Read what `collate_fn` and a dataset of tensors are now: they may have been replaced since the last epoch."""
+        if self.collate_fn is not self._collate:
+            self.close()
+            self._arguments["collate_fn"] = self._collate = self.collate_fn
+            self._make_source()
         columns = self.columns
         if columns is None:
             return
