@@ -11,7 +11,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from drivetrain.core.errors import ResumeError
 from drivetrain.module.accumulation import AccumulationWindow
 from drivetrain.module.finite import NonFinitePolicy
-from drivetrain.module.stepper import Stepper, clip_grad_norm_, grad_norm, merge_windows, unmarked_step
+from drivetrain.module.stepper import (
+    Stepper,
+    clip_grad_norm_,
+    clip_grad_value_,
+    grad_norm,
+    merge_windows,
+    unmarked_step,
+)
 
 
 def make_model():
@@ -280,6 +287,19 @@ def test_a_step_leaves_its_mark_while_a_profiler_is_on():
     with torch.autograd.profiler.profile() as profile:
         step()
     assert any("SGD.step" in event.name for event in profile.function_events)
+
+
+@pytest.mark.parametrize("clip", [lambda held: clip_grad_norm_(held, 0.1), lambda held: clip_grad_value_(held, 0.01)])
+def test_sparse_gradients_are_clipped_like_dense_ones(clip):
+    held = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(6, 3, sparse=sparse), nn.Linear(3, 2)).double()
+        model(torch.tensor([1, 1, 4])).pow(2).mean().backward()  # one row twice
+        held.append((clip(model.parameters()), [p.grad.to_dense() for p in model.parameters()]))
+    assert held[0][0] is None or torch.allclose(held[0][0], held[1][0], rtol=1e-12)
+    for ours, theirs in zip(held[0][1], held[1][1]):
+        assert torch.allclose(ours, theirs, rtol=1e-12)
 
 
 def test_a_norm_without_gradients_is_where_other_norms_are():

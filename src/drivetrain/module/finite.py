@@ -64,7 +64,7 @@ def nonfinite_flag(tensors: Sequence[Tensor]) -> Tensor:
         # Made for gradient scalers. With a scale of one it is the cheapest test of many tensors: one launch, no result for each.
         torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), found, torch.ones_like(found))
     except RuntimeError:  # sparse, complex, on several devices, or not writable
-        checks = [torch.isfinite(_values(tensor)).all().to(found.device) for tensor in tensors]
+        checks = [torch.isfinite(entries_of(tensor)).all().to(found.device) for tensor in tensors]
         found = torch.stack(checks).all().logical_not().to(torch.float32)
     return found
 
@@ -89,7 +89,7 @@ def nonfinite_names(named: Iterable[tuple[str, Tensor]], only_nan: bool = False)
     """Return which floating-point tensors hold NaN or infinity, or only NaN. Reads once for each device and type, and writes nothing."""
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
     for name, tensor in named:
-        values = _values(local_part(tensor.detach()))
+        values = entries_of(local_part(tensor.detach()))
         if (values.is_floating_point() or values.is_complex()) and values.element_size() > 1 and values.numel():
             groups.setdefault((values.device, values.dtype), []).append((name, values))
     found = []
@@ -132,7 +132,8 @@ def _flat(items: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
             yield name, item
 
 
-def _values(tensor: Tensor) -> Tensor:
+def entries_of(tensor: Tensor) -> Tensor:
+    """Return a tensor as it is; of a sparse one the entries that it holds."""
     return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
 
 

@@ -19,7 +19,7 @@ from drivetrain.core.errors import ResumeError
 from drivetrain.core.types import StateDict
 from drivetrain.module.accumulation import AccumulationWindow, Count, as_factor, scale_gradients, share_of
 from drivetrain.module.distributed_tensors import is_dtensor, local_part
-from drivetrain.module.finite import NonFinitePolicy, StepGuard, any_nonfinite, on_any_rank
+from drivetrain.module.finite import NonFinitePolicy, StepGuard, any_nonfinite, entries_of, on_any_rank
 from drivetrain.module.gradient_sync import GradientSync, start_sum_over_ranks
 from drivetrain.module.optimizers import start_momentum
 from drivetrain.module.wrapping import clean_name
@@ -363,7 +363,11 @@ def unmarked_step(optimizer: Any) -> Callable[[], object] | None:
 
 def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
     """Clamp every entry of the gradients."""
-    grads = [local_part(p.grad) for p in parameters if p.grad is not None]
+    held = [p for p in parameters if p.grad is not None]
+    for p in held:
+        if p.grad.is_sparse:  # a row may be in it several times, and counts with its sum
+            p.grad = p.grad.coalesce()
+    grads = [entries_of(local_part(p.grad)) for p in held]
     if grads:
         torch._foreach_clamp_min_(grads, -clip_value)
         torch._foreach_clamp_max_(grads, clip_value)
@@ -380,7 +384,11 @@ def grad_norm(
     if not held and stages == 1 and device is not None:
         return torch.zeros((), device=device)  # where the norms of other updates are
     if stages == 1 and not any(is_dtensor(grad) for grad, _ in held):
-        return torch.nn.utils.get_total_norm([grad for grad, _ in held], norm_type)
+        grads = [grad for grad, _ in held]
+        try:
+            return torch.nn.utils.get_total_norm(grads, norm_type)
+        except NotImplementedError:  # a sparse gradient, of an embedding
+            return torch.nn.utils.get_total_norm([entries_of(grad) for grad in grads], norm_type)
     return _norm_over_ranks(held, norm_type, torch.device("cpu" if device is None else device), stages)
 
 

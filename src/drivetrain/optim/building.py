@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from drivetrain.core.arguments import check_count, check_flag, check_number
 from drivetrain.core.errors import ConfigError, ConfigTypeError, did_you_mean, nearest_name, unknown_name
 from drivetrain.core.types import Settings
-from drivetrain.module.optimizers import start_momentum
+from drivetrain.module.optimizers import requires_closure, start_momentum
 from drivetrain.module.wrapping import clean_key
 
 # ---------------------------------------------------------------------- which parameters a unit owns
@@ -221,10 +221,7 @@ def import_dotted(path: str, where: str) -> Any:
 
 
 def _check_no_closure(optimizer: Optimizer | type[Optimizer], name: str) -> None:
-    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-    closure = inspect.signature(cls.step).parameters.get("closure")
-    is_required = closure is not None and closure.default is closure.empty
-    if is_required or (optimizer is not cls and getattr(optimizer, "needs_closure", False)):
+    if requires_closure(optimizer) or getattr(optimizer, "needs_closure", False):
         raise ConfigError(
             f"optim_type={name!r} evaluates the loss itself (step needs a closure), which a unit does not "
             "support. Use another optimizer, or pass the torch optimizer directly to the Trainer."

@@ -224,22 +224,13 @@ def update_units(units: Sequence["OptimScheduler"], logger: logging.Logger = _lo
     for unit in units:
         unit.last_grad_norm = None
         if unit.grad_clip is not None or unit.is_tested:
-            unit.last_grad_norm = norm = _norm(unit)
+            unit.last_grad_norm = norm = grad_norm(unit.params, unit.grad_norm_type, device=unit.params[0].device)
             if unit.grad_clip is not None:
                 scale_to_norm(unit.params, unit.grad_clip, norm)
     finite = _verdicts(units)
     stepped = [_step(unit, verdict, logger) for unit, verdict in zip(units, finite)]
     update_scalers(units)
     return stepped
-
-
-def _norm(unit: "OptimScheduler") -> Tensor:
-    try:
-        return grad_norm(unit.params, unit.grad_norm_type, device=unit.params[0].device)
-    except NotImplementedError:  # a sparse gradient, of an embedding: its norm is that of the rows it has
-        held = [p.grad for p in unit.params if p.grad is not None]
-        rows = [grad.coalesce().values() if grad.is_sparse else grad for grad in held]
-        return torch.nn.utils.get_total_norm(rows, unit.grad_norm_type)
 
 
 def update_scalers(units: Sequence["OptimScheduler"]) -> None:
