@@ -127,20 +127,17 @@ class SmartDataLoader(DataLoader[T_co]):
     def _make_source(self) -> None:
         """Decide from the arguments in which order the data is read, and how."""
         given = self._arguments
-        dataset, batches, collate = given["dataset"], given["batch_sampler"], given.get("collate_fn")
-        batched = batches is not None or given.get("batch_size", 1) is not None
+        batched = given["batch_sampler"] is not None or given.get("batch_size", 1) is not None
         self._order: SampleOrder | None = None
         self._fetch: GatherFetch | UserFetch | None = None
         self._reader: stream.FilterReader | stream.ShardedReader | None = None
         self._placed: tuple[torch.device, GatherFetch | None] | None = None
         self._pool: WorkerPool | None = None
-        if isinstance(dataset, IterableDataset):
+        if isinstance(given["dataset"], IterableDataset):
             kind = stream.FilterReader if self.iterable == "filter" else stream.ShardedReader
-            self._reader = kind(dataset, collate, batched=batched, rng=self.rng)
+            self._reader = kind(given["dataset"], given.get("collate_fn"), batched=batched, rng=self.rng)
         else:
-            self._order, self._fetch, self._length = source.indexed_source(
-                dataset, bool(given["shuffle"]), given["sampler"], batches, collate, batched, self.rng
-            )
+            self._order, self._fetch, self._length = source.indexed_source(given, batched)
 
     # ------------------------------------------------------------------ what a loop reads
 
