@@ -153,10 +153,6 @@ class SmartDataLoader(DataLoader[T_co]):
         self._batch_size = size
 
     @property
-    def _draws_random(self) -> bool:
-        return not isinstance(self._fetch, GatherFetch)
-
-    @property
     def seed(self) -> int:
         """The root of everything this loader draws."""
         return self._seed
@@ -212,7 +208,7 @@ class SmartDataLoader(DataLoader[T_co]):
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]
         self._look_again()
         share = self._share()
-        draws = self._draws_random or getattr(self._order, "shuffle", True)
+        draws = self.columns is None or getattr(self._order, "shuffle", True)
         if draws and not self._seed_agrees and get_num_processes() > 1:
             # Ranks may differ, and something is drawn from the seed: take rank 0's. A collective, once.
             self._seed, self._seed_agrees = broadcast_from_master(self._seed), True
@@ -382,7 +378,7 @@ class SmartDataLoader(DataLoader[T_co]):
 
     def _check_continuable(self, position: int, strict: bool) -> None:
         reads_ahead = self.num_workers > 0 or self.prefetch > 0
-        if not position or not self._draws_random or self.rng != "off" or not reads_ahead:
+        if not position or self.columns is not None or self.rng != "off" or not reads_ahead:
             return
         name = f" {self.name!r}" if self.name else ""
         message = (

@@ -263,7 +263,7 @@ class StepGuard:
             else:
                 self._decide(int(any(judged)) * NONFINITE)
         for _, verdict in self._late.overdue():
-            self._count(int(verdict), self._copies[0] if self._copies else None)
+            self._count(int(verdict), 0)
         self._rejected = False
         verdict, self.verdict = self.verdict, 0
         return verdict
@@ -271,7 +271,7 @@ class StepGuard:
     def state_dict(self, is_open: bool = False) -> dict[str, object]:
         """Return the counts, and what is known of an open window. This waits for outcomes that are not known yet."""
         for _, verdict in self._late.drain():
-            self._count(int(verdict), self._copies[0] if self._copies else None)
+            self._count(int(verdict), 0)
         counts = {"in_a_row": self.in_a_row, "total": self.total, "to_pass_over": self.batches_to_skip}
         return {**counts, "rejected": self._rejected, "statistics": [*self._copies][-1:]} if is_open else {**counts}
 
@@ -298,17 +298,18 @@ class StepGuard:
         return is_bad
 
     def _decide(self, verdict: int) -> bool:
-        self._count(verdict, self._copies[-1] if self._copies else None)
+        self._count(verdict, -1)
         return not verdict
 
-    def _count(self, verdict: int, statistics: list[Tensor] | None) -> None:
+    def _count(self, verdict: int, copy: int) -> None:
+        """Count an update; one that is skipped gets the statistics of this copy back."""
         if not verdict:
             self.in_a_row = 0
             return
         self.in_a_row, self.total, self.verdict = self.in_a_row + 1, self.total + 1, self.verdict | verdict
-        if statistics is not None:
+        if self._copies:
             with torch.no_grad():
-                torch._foreach_copy_(self._statistics, statistics)
+                torch._foreach_copy_(self._statistics, self._copies[copy])
 
 
 def _number(flag: Tensor | bool, like: Tensor | bool) -> Tensor:

@@ -170,13 +170,8 @@ class Stepper:
 
     def complete(self, parameters: Iterable[Tensor]) -> Count:
         """Scale the gradients collected before the last backward of a window to its items; return the factor for that backward."""
-        total, self._total = None if self._total is None else self._total(), None
-        factor = self.window.correction(total)
         self.is_complete = True
-        if factor is None:
-            return 1.0
-        scale_gradients(parameters, factor)
-        return factor
+        return self._scale_to_items(parameters)
 
     def finish(self) -> None:
         """Turn the gradients into those of the mean over the window, unscaled. A second call changes nothing."""
@@ -192,15 +187,20 @@ class Stepper:
                 # An overflow in one rank's shard lowers the scale of all.
                 for found in self.scaler._found_inf_per_device(self.optimizer).values():
                     on_any_rank(found, self.sync.group())
+        if not (self.window.is_plain or self.is_complete):
+            self._scale_to_items(self.parameters)
+
+    def _scale_to_items(self, parameters: Iterable[Tensor]) -> Count:
+        """Multiply gradients by the factor that makes them the mean over the items of the window; return the factor."""
         window = self.window
-        if window.is_plain or self.is_complete:
-            return
         total, self._total = None if self._total is None else self._total(), None
         if total is None and window.everywhere is None and not window.is_sum and window.world > 1:
             total = self._start_sum(window.items)()
         factor = window.correction(total)
-        if factor is not None:
-            scale_gradients(self.parameters, factor)
+        if factor is None:
+            return 1.0
+        scale_gradients(parameters, factor)
+        return factor
 
     def step(self, closure: Callable[[], object] | None = None) -> None:
         """Update the parameters. A scaler skips the step if a gradient overflowed."""

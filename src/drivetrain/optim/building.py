@@ -102,10 +102,7 @@ def own_parameters(
     return {name: p for name, p in named if chosen.pop(id(p), None) is not None}
 
 
-OptimizerMaker = Callable[..., Optimizer]
-
-
-def find_optimizer(optim_type: object) -> OptimizerMaker:
+def find_optimizer(optim_type: object) -> Callable[..., Optimizer]:
     """Return the optimizer class of a name (torch.optim, then drivetrain.optim, then a dotted path), or the maker given."""
     found: Any = optim_type
     if isinstance(optim_type, str):
