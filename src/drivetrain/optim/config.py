@@ -23,8 +23,6 @@ from drivetrain.optim.building import SHARED, check_class, check_shared, find_op
 from drivetrain.optim.scheduler import GENERAL, OptimScheduler
 from drivetrain.optim.units import SCHEDULES
 
-_SECOND_NAMES = {"Noamlr": "NoamLr"}
-
 _KEY = "optim_sches"
 _SECTION = "train_cfg"
 
@@ -38,7 +36,7 @@ def resolve_type(query: str) -> type[OptimScheduler]:
     if not isinstance(query, str):
         raise ConfigError(f"type={query!r}: expected a name such as 'noam.NoamLr'.")
     file, _, name = query.rpartition(".")
-    name = _SECOND_NAMES.get(name, name)
+    name = "NoamLr" if name == "Noamlr" else name
     for known, classes in SCHEDULES.items():
         if name in classes and file in (known, "", f"drivetrain.optim.{known}"):
             return classes[name]
