@@ -218,7 +218,8 @@ def import_dotted(path: str, where: str) -> Any:
 
 
 def _check_no_closure(optimizer: Optimizer | type[Optimizer], name: str) -> None:
-    if requires_closure(optimizer) or getattr(optimizer, "needs_closure", False):
+    is_made = isinstance(optimizer, Optimizer)  # algorithms look up classes too
+    if requires_closure(optimizer) or (is_made and getattr(optimizer, "needs_closure", False)):
         raise ConfigError(
             f"optim_type={name!r} evaluates the loss itself (step needs a closure), which a unit does not "
             "support. Use another optimizer, or pass the torch optimizer directly to the Trainer."
