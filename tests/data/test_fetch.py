@@ -16,7 +16,9 @@ from drivetrain.data.loader import SmartDataLoader
 
 Pair = namedtuple("Pair", "x y")
 
+UNSIGNED = [torch.uint16, torch.uint32, torch.uint64]  # of which torch selects no single numbers
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+DTYPES += UNSIGNED
 NUMPY_DTYPES = ["float16", "float32", "float64", "int8", "int32", "int64", "uint8", "uint16", "bool", "complex128"]
 
 
@@ -101,6 +103,15 @@ def test_arrays_give_what_torch_gives(dtype, shape, rows, writable, fortran):
     array.flags.writeable = writable
     reference = Samples(lambda index: array[index].copy() if shape else array[index], rows)
     assert_same_epoch(array, reference, batch_size=4)
+    assert_same_epoch(array, reference, batch_size=4, sampler=range(rows)[::-2])
+
+
+@pytest.mark.parametrize("dtype", UNSIGNED)
+def test_shuffled_unsigned_tokens_are_gathered_also_those_of_a_subset_that_moves(dtype):
+    tokens = torch.arange(9).to(dtype)
+    assert_same_epoch(tokens, sampler=[4, 0, -1], batch_size=2)
+    moved = find_columns(Subset(TensorDataset(tokens), [7, 2])).to(torch.device("cpu"))
+    assert torch.equal(moved.tree[0], torch.tensor([7, 2]).to(dtype))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -423,6 +424,19 @@ def test_tensors_and_indices_that_were_replaced_are_read_from_the_next_epoch_on(
     sampled = SmartDataLoader(data, sampler=SequentialSampler(data), batch_size=8)
     data.tensors = (torch.arange(7),)
     assert plain(sampled) == [[[0, 1, 2, 3, 4, 5, 6]]]
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(range(6))
+
+
+@pytest.mark.parametrize("data", [DATA, list(range(6)), Numbers()], ids=["tensors", "list", "stream"])
+def test_a_collation_that_was_replaced_makes_the_batches_of_the_next_epoch(data):
+    ours, theirs = SmartDataLoader(data, batch_size=4), DataLoader(data, batch_size=4)
+    next(iter(ours))
+    ours.collate_fn = theirs.collate_fn = str
+    assert list(ours) == list(theirs) and ours.epoch == 2
 
 
 def test_numbers_of_numpy_are_whole_numbers():

@@ -115,7 +115,7 @@ def test_a_window_that_was_saved_goes_on_with_another_length():
         stepper.begin(last=False)
         stepper.backward(stepper.weigh(F.cross_entropy(first(x), y), len(x), len(x)))
     saved = copy.deepcopy(stepper.state_dict())
-    assert set(saved) == {"window", "partial", "axes", "guard"}  # what checkpoints of earlier versions hold
+    assert set(saved) == {"window", "partial", "axes", "guard"}
     resumed = make_stepper(second, 6)
     resumed.load_state_dict(saved)
     take(resumed, second, parts[2:])

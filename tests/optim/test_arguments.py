@@ -9,7 +9,8 @@ from torch import nn
 
 import drivetrain.optim as optim
 from drivetrain.compat.registry import EXPORTS
-from drivetrain.optim import _SCHEDULES, optimizers
+from drivetrain.optim import optimizers
+from drivetrain.optim.units import SCHEDULES
 from drivetrain.train.schedulers import CosineLrScheduler, WSDLrScheduler
 
 COMPOSER_NAMES = EXPORTS["drivetrain.optim"]["drivetrain.compat.composer_schedulers"]
@@ -53,7 +54,7 @@ def walk():
     """Yield every (maker, class, the function whose arguments count) of the registries."""
     families = [
         (make_optimizer, [getattr(optim, name) for name in optimizers.__all__], lambda cls: cls),
-        (make_schedule, [getattr(optim, n) for names in _SCHEDULES.values() for n in names], lambda cls: cls.sche_init),
+        (make_schedule, [cls for classes in SCHEDULES.values() for cls in classes.values()], lambda cls: cls.sche_init),
         (make_composer, [getattr(optim, n) for n in COMPOSER_NAMES if n.endswith("Scheduler")][1:], lambda cls: cls),
         (make_trainer_schedule, [CosineLrScheduler, WSDLrScheduler], lambda cls: cls),
     ]

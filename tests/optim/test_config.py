@@ -277,23 +277,27 @@ def test_what_has_no_name_cannot_be_written():
     [
         (
             "\noptim_sches:\n  dec:\n    type: NoamLr\n    conf:\n      optim_type: SGD\n      warmup_step: 4",
-            r"<stream>:7 optim_sches\.dec\.conf: unknown key 'warmup_step'; did you mean 'warmup_steps'\? Valid: optim_type, ",
+            r"<stream>:7 optim_sches\.dec\.conf: unknown key 'warmup_step'. Did you mean 'warmup_steps'\? Valid: optim_type, ",
         ),
         (
             "optim_sches: {type: NoamLr, conf: {optim_type: SGD, warmup_step: 4}}",
             r"<stream>:1 optim_sches\.conf: unknown key",
         ),
         ("optim_sches: {a: {type: noam.NoamLR, conf: {optim_type: SGD}}}", r"optim_sches\.a\.type: .*'noam\.NoamLr'"),
-        ("optim_sches: {a: {typ: NoamLr, conf: {}}}", r"optim_sches\.a: unknown key 'typ'; did you mean 'type'"),
+        ("optim_sches: {a: {typ: NoamLr, conf: {}}}", r"optim_sches\.a: unknown key 'typ'. Did you mean 'type'"),
         ("optim_sches: {a: {type: NoamLr}}", "'conf' is missing"),
         ("optim_sches: {a: {type: NoamLr, conf: 5}}", "expected a mapping of arguments"),
         ("optim_sches: {a: 5}", r"expected \{type, conf\}"),
         ("optim_sches: 5", "names of units"),
-        ("optim_sche: {type: NoamLr, conf: {}}", "Did you mean 'optim_sche'"),
+        ("optim_sche: {type: NoamLr, conf: {}}", "The nearest key is 'optim_sche': rename it"),
+        (
+            "optim_sches:\n  type: noam.Noamlr\n  conf:\n    optim_type: Adam\n    eps: 1.0e-9\n",
+            r"<stream>:5 optim_sches\.conf: 'eps' is an argument of Adam. Move it into optim_conf",
+        ),
         ("{}", "there is no 'optim_sches'"),
         (
             "train_cfg: {optim_sche: {}}",
-            "no 'optim_sches' at the top or in 'train_cfg'. Did you mean 'optim_sche'",
+            "no 'optim_sches' at the top or in 'train_cfg'. The nearest key is 'optim_sche': rename it",
         ),
         ("train_cfg: a/b.yaml", r"<stream>:1 train_cfg: .*another file, 'a/b.yaml'"),
         ("train_cfg: {optim_sches: {}}\noptim_sches: {}", "also in 'train_cfg'"),

@@ -83,6 +83,15 @@ def test_a_unit_under_the_trainer_equals_a_hand_written_loop():
     assert same(weights(ours), weights(theirs))
 
 
+def test_batches_of_skipped_windows_count_by_their_samples():
+    model, reference = EncoderDecoder(), EncoderDecoder()
+    run(TwoLosses(model, None, unit(model, step_per_update=2, accumulate_skipped=True)), 3, batch=2)  # 2 samples, and 1
+    losses_of(reference, torch.cat(batches(3, rows=1)))["loss"].backward()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    for p, q in zip(model.parameters(), reference.parameters()):
+        assert torch.allclose(p, q, rtol=0, atol=1e-12)
+
+
 def test_each_unit_follows_its_own_loss_also_where_another_is_inactive():
     model = EncoderDecoder()
     optim = OptimSet(

@@ -58,6 +58,31 @@ class Fixed:
         return iter([columns([Samples()[i + j] for i in range(5)]) for j in range(self.batches)])
 
 
+class Stateful(Fixed):
+    """Saves its position, and begins again only when it was read to its end, as torchdata's loader does."""
+
+    def __init__(self):
+        super().__init__(8)
+        self.place = 0
+
+    def __iter__(self):
+        for batch in list(super().__iter__())[self.place :]:
+            self.place += 1
+            yield batch
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+class StatefulOfKnownLength(Stateful):
+    def __len__(self):
+        return self.batches
+
+
 def columns(samples):
     return tuple(torch.stack(column) for column in zip(*samples))
 
@@ -71,6 +96,8 @@ LOADERS = {
     "without a length": lambda: DataLoader(Samples(), batch_sampler=Batches()),
     "stream": lambda: DataLoader(Stream(), batch_size=5),
     "any iterable": lambda: Fixed(7),
+    "with a state": Stateful,
+    "with a state and a length": StatefulOfKnownLength,
 }
 
 
@@ -97,6 +124,13 @@ def test_a_run_goes_on_inside_an_epoch_as_if_it_had_not_stopped(kind, stop, tmp_
     make = LOADERS[kind]
     train(make(), tmp_path, stop)
     check_equal(train(make(), tmp_path, resume_from="auto"), train(make()))
+
+
+@pytest.mark.parametrize("kind", [Stateful, StatefulOfKnownLength])
+def test_a_loader_with_a_state_of_its_own_gives_whole_epochs_also_after_a_resume_between_two(kind, tmp_path):
+    expected = train(Fixed(8))
+    check_equal(train(kind(), tmp_path, checkpoint_every="1ep"), expected)
+    check_equal(train(kind(), resume_from=tmp_path / "checkpoint-ep1-ba8"), expected)
 
 
 def test_a_resumed_run_can_be_stopped_and_resumed_again(tmp_path, capsys):

@@ -61,17 +61,17 @@ def move_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor
 
 
-def move_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Bring what the optimizer keeps about each parameter to that parameter's device."""
+def move_optimizer_state(optimizer: torch.optim.Optimizer, device: Device | None = None) -> None:
+    """Bring what the optimizer keeps about each parameter to `device`, by default that parameter's."""
     for group in optimizer.param_groups:
         on_device = bool(group.get("capturable") or group.get("fused"))
         for name, setting in group.items():
             # A learning rate may be a tensor. On the CPU it serves every device; elsewhere it must be where the parameters are.
             if isinstance(setting, Tensor) and setting.device.type != "cpu" and group["params"]:
-                group[name] = setting.to(group["params"][0].device)
+                group[name] = setting.to(device or group["params"][0].device)
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             for key, value in state.items():
                 # torch keeps the step count on the CPU unless a fused or captured kernel reads it.
-                target = torch.device("cpu") if key == "step" and not on_device else parameter.device
+                target = "cpu" if key == "step" and not on_device else device or parameter.device
                 state[key] = _move(value, target, False)

@@ -79,7 +79,7 @@ class Columns:
         subset = self.subset
 
         def place(leaf: Tensor) -> Tensor:
-            return (leaf if subset is None else leaf.index_select(0, subset)).to(device)
+            return (leaf if subset is None else _select(leaf)(subset)).to(device)
 
         return Columns(_map_leaves(place, self.tree), self.length)
 
@@ -174,7 +174,14 @@ def _compile(tree: Any, leaf: Callable[[Tensor], Gather]) -> Gather:
     return lambda rows: [part(rows) for part in parts]
 
 
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Types of which torch selects no single numbers (2.13), each with the type of the same size that it does select."""
+
+
 def _select(leaf: Tensor) -> Gather:
+    if leaf.dtype in _SIGNED:
+        signed = _select(leaf.view(_SIGNED[leaf.dtype]))
+        return lambda rows: signed(rows).view(leaf.dtype)
     select = leaf.index_select
     return lambda rows: select(0, rows)
 
@@ -191,8 +198,8 @@ def _empty_pinned(leaf: Tensor, num_rows: int) -> Tensor:
 
 
 def _select_pinned(leaf: Tensor) -> Gather:
-    leaf = leaf.detach()
-    return lambda rows: torch.index_select(leaf, 0, rows, out=_empty_pinned(leaf, len(rows)))
+    signed = leaf.detach().view(_SIGNED.get(leaf.dtype, leaf.dtype))
+    return lambda rows: torch.index_select(signed, 0, rows, out=_empty_pinned(signed, len(rows))).view(leaf.dtype)
 
 
 def _copy_range_pinned(leaf: Tensor) -> Gather:

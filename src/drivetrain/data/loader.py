@@ -95,29 +95,17 @@ class SmartDataLoader(DataLoader[T_co]):
         self.iterable, self.name, self.prefetch = iterable, name, own["prefetch"]
         self.global_batch_size: int | None = own["global_batch_size"]
 
-        collate = dataloader_kwargs.get("collate_fn")
-        batched = batch_sampler is not None or dataloader_kwargs.get("batch_size", 1) is not None
-        self._order: SampleOrder | None = None
-        self._fetch: GatherFetch | UserFetch | None = None
-        self._reader: stream.FilterReader | stream.ShardedReader | None = None
-        if isinstance(dataset, IterableDataset):
-            kind = stream.FilterReader if iterable == "filter" else stream.ShardedReader
-            self._reader = kind(dataset, collate, batched=batched, rng=rng)
-        else:
-            self._order, self._fetch, self._length = source.indexed_source(
-                dataset, bool(shuffle), sampler, batch_sampler, collate, batched, rng
-            )
+        self._make_source()
         if resident is True and self.columns is None:
             resident_columns(None, torch.device("cpu"), True)  # reports what is missing
         if isinstance(self._order, IndexOrder):
             sampler = self._order
         super().__init__(dataset, sampler=sampler, batch_sampler=batch_sampler, **dataloader_kwargs)
+        self._collate = self.collate_fn
 
         self._seed, self._seed_agrees = self._first_seed()
         self._cursor = Cursor()
         self._device: torch.device | None = None
-        self._placed: tuple[torch.device, GatherFetch | None] | None = None
-        self._pool: WorkerPool | None = None
         if self.global_batch_size is not None:
             local_batch_size(self.global_batch_size, num_data_ranks())
 
@@ -136,6 +124,21 @@ class SmartDataLoader(DataLoader[T_co]):
         other._device, other.loading_bar = self._device, changes.get("loading_bar", self.loading_bar)
         return other
 
+    def _make_source(self) -> None:
+        """Decide from the arguments in which order the data is read, and how."""
+        given = self._arguments
+        batched = given["batch_sampler"] is not None or given.get("batch_size", 1) is not None
+        self._order: SampleOrder | None = None
+        self._fetch: GatherFetch | UserFetch | None = None
+        self._reader: stream.FilterReader | stream.ShardedReader | None = None
+        self._placed: tuple[torch.device, GatherFetch | None] | None = None
+        self._pool: WorkerPool | None = None
+        if isinstance(given["dataset"], IterableDataset):
+            kind = stream.FilterReader if self.iterable == "filter" else stream.ShardedReader
+            self._reader = kind(given["dataset"], given.get("collate_fn"), batched=batched, rng=self.rng)
+        else:
+            self._order, self._fetch, self._length = source.indexed_source(given, batched)
+
     # ------------------------------------------------------------------ what a loop reads
 
     @property
@@ -148,10 +151,6 @@ class SmartDataLoader(DataLoader[T_co]):
     @batch_size.setter
     def batch_size(self, size: int | None) -> None:
         self._batch_size = size
-
-    @property
-    def _draws_random(self) -> bool:
-        return not isinstance(self._fetch, GatherFetch)
 
     @property
     def seed(self) -> int:
@@ -209,7 +208,7 @@ class SmartDataLoader(DataLoader[T_co]):
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]
         self._look_again()
         share = self._share()
-        draws = self._draws_random or getattr(self._order, "shuffle", True)
+        draws = self.columns is None or getattr(self._order, "shuffle", True)
         if draws and not self._seed_agrees and get_num_processes() > 1:
             # Ranks may differ, and something is drawn from the seed: take rank 0's. A collective, once.
             self._seed, self._seed_agrees = broadcast_from_master(self._seed), True
@@ -234,7 +233,11 @@ class SmartDataLoader(DataLoader[T_co]):
         return batches  # type: ignore[return-value]  # only the dataset knows what a batch is
 
     def _look_again(self) -> None:
-        """Read what a dataset of tensors holds now: they, or the indices of a subset, may have been replaced since the last epoch."""
+        """Read what `collate_fn` and a dataset of tensors are now: they may have been replaced since the last epoch."""
+        if self.collate_fn is not self._collate:
+            self.close()
+            self._arguments["collate_fn"] = self._collate = self.collate_fn
+            self._make_source()
         columns = self.columns
         if columns is None:
             return
@@ -375,7 +378,7 @@ class SmartDataLoader(DataLoader[T_co]):
 
     def _check_continuable(self, position: int, strict: bool) -> None:
         reads_ahead = self.num_workers > 0 or self.prefetch > 0
-        if not position or not self._draws_random or self.rng != "off" or not reads_ahead:
+        if not position or self.columns is not None or self.rng != "off" or not reads_ahead:
             return
         name = f" {self.name!r}" if self.name else ""
         message = (

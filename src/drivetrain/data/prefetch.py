@@ -11,7 +11,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -31,15 +30,15 @@ def to_device(pairs: Pairs, device: torch.device, depth: int) -> Pairs:
     """Yield the batches on `device`, with `depth` more of them already on their way."""
     if device.type not in PINNED:
         return ((info, move_to_device(device, batch)) for info, batch in pairs)
-    module = torch.get_device_module(device)
-    if depth == 0 or not all(hasattr(module, name) for name in ("Stream", "Event", "stream", "current_stream")):
+    if depth == 0:
         return ((info, move_to_device(device, pin(batch), non_blocking=True)) for info, batch in pairs)
-    return _ahead(pairs, module, device, depth)
+    return _ahead(pairs, device, depth)
 
 
-def _ahead(pairs: Pairs, module: ModuleType, device: torch.device, depth: int) -> Pairs:
+def _ahead(pairs: Pairs, device: torch.device, depth: int) -> Pairs:
     """Copy on a stream of its own, ordered with the consumer's stream by events."""
     # Streams and events of one family: a generic torch.Stream ignores the events of a backend.
+    module = torch.get_device_module(device)
     side, queued = module.Stream(device), module.Event()
     spare: list[torch.Event] = []
     under_way: deque[tuple[BatchInfo, Batch, torch.Event]] = deque()

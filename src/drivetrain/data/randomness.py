@@ -134,9 +134,11 @@ def generator_states(generators: Mapping[str, object]) -> dict[str, object]:
 
 
 def set_generators(generators: Mapping[str, object], saved: Mapping[str, object]) -> None:
-    """Give generators the states of those that were saved under the same names."""
+    """Give generators the states of those of their kind that were saved under the same names."""
     for name in generators.keys() & saved.keys():
-        _set(generators[name], saved[name])
+        kind = generator_kind(generators[name])
+        if kind is not None and kind is generator_kind(saved[name]):
+            kind.restore(generators[name], kind.state(saved[name]))
 
 
 def _collect(value: object, path: str, found: dict[str, object], depth: int) -> None:
@@ -155,10 +157,3 @@ def _collect(value: object, path: str, found: dict[str, object], depth: int) -> 
     if len(value) <= _WIDTH:
         for name, part in parts:
             _collect(part, f"{path}.{name}", found, depth - 1)
-
-
-def _set(generator: object, saved: object) -> None:
-    """Give a generator the state of another of its kind."""
-    kind = generator_kind(generator)
-    if kind is not None and kind is generator_kind(saved):
-        kind.restore(generator, kind.state(saved))

@@ -6,10 +6,10 @@ run may continue with others.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, get_args
+from typing import get_args
 
 from torch.utils.data import (
     BatchSampler,
@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import ParameterError, ResumeError, StateError, unknown_name, warn
-from drivetrain.core.types import Batch, Settings, StateDict
+from drivetrain.core.types import Settings, StateDict
 from drivetrain.data.columns import ColumnSamples, find_columns
 from drivetrain.data.fetch import GatherFetch, UserFetch, dataset_length
 from drivetrain.data.order import BatchInfo, BatchOrder, IndexOrder, ReplicaOrder, SampleOrder, SamplerOrder
@@ -147,19 +147,14 @@ def arguments_of(loader: DataLoader[object]) -> Settings:
     return {**arguments, "sampler": sampler}
 
 
-Collate = Callable[[Any], Batch]
-
-
-def indexed_source(
-    dataset: Any,
-    shuffle: bool,
-    sampler: Iterable[object] | None,
-    batch_sampler: Iterable[Iterable[object]] | None,
-    collate: Collate | None,
-    batched: bool,
-    rng: RngMode,
-) -> tuple[SampleOrder, GatherFetch | UserFetch, int | None]:
+def indexed_source(given: Settings, batched: bool) -> tuple[SampleOrder, GatherFetch | UserFetch, int | None]:
     """Return the order of data with an index, how its batches are read, and its length where it has one."""
+    dataset, sampler, batch_sampler, collate = (
+        given["dataset"],
+        given["sampler"],
+        given["batch_sampler"],
+        given.get("collate_fn"),
+    )
     columns = find_columns(dataset)
     has_keys = sampler is not None or batch_sampler is not None
     length = dataset_length(dataset, has_keys) if columns is None else len(columns)
@@ -172,11 +167,11 @@ def indexed_source(
     elif sampler is not None:
         order = SamplerOrder(sampler, None if gathered is None else length)
     else:
-        order = IndexOrder(dataset if columns is None else columns, shuffle)
+        order = IndexOrder(dataset if columns is None else columns, bool(given["shuffle"]))
     if gathered is not None:
         return order, GatherFetch(gathered), length
     samples = ColumnSamples(columns) if columns is not None and isinstance(dataset, dict | tuple) else dataset
-    return order, UserFetch(samples, collate, batched=batched, rng=rng), length
+    return order, UserFetch(samples, collate, batched=batched, rng=given["rng"]), length
 
 
 VERSION = 1

@@ -64,8 +64,11 @@ class WorkerStart:
         if hasattr(signal, "pthread_sigmask"):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         end_with_parent()
+        info = worker._worker_info
         if self.is_hidden:
             worker._worker_info = None
+        elif info is not None and isinstance(info.dataset, WorkerSide):
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # torch makes it read-only
         if self.init is not None:
             self.init(worker_id)
 
@@ -166,25 +169,13 @@ if hasattr(os, "register_at_fork"):
 
 
 class WorkerSide(Dataset[object]):
-    """What a worker holds: the user's dataset and the function that answers a job.
-
-    It replaces the dataset in `get_worker_info()`, so names it does not know are the dataset's, for reading and writing.
-    """
+    """What a worker holds: the user's dataset, which `get_worker_info()` shows, and the function that answers a job."""
 
     def __init__(self, dataset: object, answer: Callable[..., object]):
-        own = self.__dict__
-        own["dataset"], own["answer"] = dataset, answer
+        self.dataset, self.answer = dataset, answer
 
     def __getitem__(self, job: tuple[object, ...]) -> object:
-        return self.__dict__["answer"](*job)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.__dict__["dataset"], name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        setattr(self.__dict__["dataset"], name, value)
+        return self.answer(*job)
 
 
 def fetch_jobs(infos: Iterator[BatchInfo], seed: int) -> Iterator[tuple[BatchInfo, int]]:

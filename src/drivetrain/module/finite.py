@@ -64,7 +64,7 @@ def nonfinite_flag(tensors: Sequence[Tensor]) -> Tensor:
         # Made for gradient scalers. With a scale of one it is the cheapest test of many tensors: one launch, no result for each.
         torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), found, torch.ones_like(found))
     except RuntimeError:  # sparse, complex, on several devices, or not writable
-        checks = [torch.isfinite(_values(tensor)).all().to(found.device) for tensor in tensors]
+        checks = [torch.isfinite(entries_of(tensor)).all().to(found.device) for tensor in tensors]
         found = torch.stack(checks).all().logical_not().to(torch.float32)
     return found
 
@@ -89,7 +89,7 @@ def nonfinite_names(named: Iterable[tuple[str, Tensor]], only_nan: bool = False)
     """Return which floating-point tensors hold NaN or infinity, or only NaN. Reads once for each device and type, and writes nothing."""
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
     for name, tensor in named:
-        values = _values(local_part(tensor.detach()))
+        values = entries_of(local_part(tensor.detach()))
         if (values.is_floating_point() or values.is_complex()) and values.element_size() > 1 and values.numel():
             groups.setdefault((values.device, values.dtype), []).append((name, values))
     found = []
@@ -124,7 +124,8 @@ def nonfinite_state(items: Mapping[str, object]) -> list[str]:
     return nonfinite_names(strict) + nonfinite_names(buffers, only_nan=True)
 
 
-def _values(tensor: Tensor) -> Tensor:
+def entries_of(tensor: Tensor) -> Tensor:
+    """Return a tensor as it is; of a sparse one the entries that it holds."""
     return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
 
 
@@ -254,7 +255,7 @@ class StepGuard:
             else:
                 self._decide(int(any(judged)) * NONFINITE)
         for _, verdict in self._late.overdue():
-            self._count(int(verdict), self._copies[0] if self._copies else None)
+            self._count(int(verdict), 0)
         self._rejected = False
         verdict, self.verdict = self.verdict, 0
         return verdict
@@ -262,7 +263,7 @@ class StepGuard:
     def state_dict(self, is_open: bool = False) -> dict[str, object]:
         """Return the counts, and what is known of an open window. This waits for outcomes that are not known yet."""
         for _, verdict in self._late.drain():
-            self._count(int(verdict), self._copies[0] if self._copies else None)
+            self._count(int(verdict), 0)
         counts = {"in_a_row": self.in_a_row, "total": self.total, "to_pass_over": self.batches_to_skip}
         return {**counts, "rejected": self._rejected, "statistics": [*self._copies][-1:]} if is_open else {**counts}
 
@@ -289,17 +290,18 @@ class StepGuard:
         return is_bad
 
     def _decide(self, verdict: int) -> bool:
-        self._count(verdict, self._copies[-1] if self._copies else None)
+        self._count(verdict, -1)
         return not verdict
 
-    def _count(self, verdict: int, statistics: list[Tensor] | None) -> None:
+    def _count(self, verdict: int, copy: int) -> None:
+        """Count an update; one that is skipped gets the statistics of this copy back."""
         if not verdict:
             self.in_a_row = 0
             return
         self.in_a_row, self.total, self.verdict = self.in_a_row + 1, self.total + 1, self.verdict | verdict
-        if statistics is not None:
+        if self._copies:
             with torch.no_grad():
-                torch._foreach_copy_(self._statistics, statistics)
+                torch._foreach_copy_(self._statistics, self._copies[copy])
 
 
 def _number(flag: Tensor | bool, like: Tensor | bool) -> Tensor:

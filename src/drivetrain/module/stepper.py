@@ -19,7 +19,7 @@ from drivetrain.core.errors import ResumeError
 from drivetrain.core.types import StateDict
 from drivetrain.module.accumulation import AccumulationWindow, Count, as_factor, scale_gradients, share_of
 from drivetrain.module.distributed_tensors import is_dtensor, local_part
-from drivetrain.module.finite import NonFinitePolicy, StepGuard, any_nonfinite, on_any_rank
+from drivetrain.module.finite import NonFinitePolicy, StepGuard, any_nonfinite, entries_of, on_any_rank
 from drivetrain.module.gradient_sync import GradientSync, start_sum_over_ranks
 from drivetrain.module.optimizers import start_momentum
 from drivetrain.module.wrapping import clean_name
@@ -170,13 +170,8 @@ class Stepper:
 
     def complete(self, parameters: Iterable[Tensor]) -> Count:
         """Scale the gradients collected before the last backward of a window to its items; return the factor for that backward."""
-        total, self._total = None if self._total is None else self._total(), None
-        factor = self.window.correction(total)
         self.is_complete = True
-        if factor is None:
-            return 1.0
-        scale_gradients(parameters, factor)
-        return factor
+        return self._scale_to_items(parameters)
 
     def finish(self) -> None:
         """Turn the gradients into those of the mean over the window, unscaled. A second call changes nothing."""
@@ -192,15 +187,20 @@ class Stepper:
                 # An overflow in one rank's shard lowers the scale of all.
                 for found in self.scaler._found_inf_per_device(self.optimizer).values():
                     on_any_rank(found, self.sync.group())
+        if not (self.window.is_plain or self.is_complete):
+            self._scale_to_items(self.parameters)
+
+    def _scale_to_items(self, parameters: Iterable[Tensor]) -> Count:
+        """Multiply gradients by the factor that makes them the mean over the items of the window; return the factor."""
         window = self.window
-        if window.is_plain or self.is_complete:
-            return
         total, self._total = None if self._total is None else self._total(), None
         if total is None and window.everywhere is None and not window.is_sum and window.world > 1:
             total = self._start_sum(window.items)()
         factor = window.correction(total)
-        if factor is not None:
-            scale_gradients(self.parameters, factor)
+        if factor is None:
+            return 1.0
+        scale_gradients(parameters, factor)
+        return factor
 
     def step(self, closure: Callable[[], object] | None = None) -> None:
         """Update the parameters. A scaler skips the step if a gradient overflowed."""
@@ -272,20 +272,18 @@ class Stepper:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the window."""
         partial, window, counts = state["partial"], self.window, state["window"]
-        if "guard" in state:  # older checkpoints have none
-            self.guard.load_state_dict(state["guard"])
-        if partial and (state.get("axes") or {}) != self.axes:
+        self.guard.load_state_dict(state["guard"])
+        if partial and state["axes"] != self.axes:
             raise ResumeError(
-                f"the checkpoint was taken inside an accumulation window, with the axes {state.get('axes') or 'of data alone'}, and this "
+                f"the checkpoint was taken inside an accumulation window, with the axes {state['axes'] or 'of data alone'}, and this "
                 f"run has {self.axes or 'data alone'}: gradients of an open window belong to their ranks. Resume with the same plan, or "
                 "from a checkpoint between two updates."
             )
         window.load_state_dict({**counts, "items": partial.get("items", 0)})
         if partial and window.length == 1:
             window.is_plain = False  # what was collected elsewhere has weights, so what is added needs them too
-        grads = partial.get("grads", partial)  # earlier versions had no level between
-        sparse = partial.get("sparse", {})
-        factor = 1.0 if counts.get("is_sum") else counts.get("length", window.length) / window.length
+        grads, sparse = partial.get("grads", {}), partial.get("sparse", {})
+        factor = 1.0 if counts["is_sum"] else counts["length"] / window.length
         for name, parameter in self._named_parameters():
             saved = grads.get(name)
             if saved is None:
@@ -363,18 +361,15 @@ def unmarked_step(optimizer: Any) -> Callable[[], object] | None:
 
 def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
     """Clamp every entry of the gradients."""
-    grads = _entries(list(parameters))
+    grads = []
+    for p in parameters:
+        if p.grad is not None:
+            if p.grad.is_sparse:  # a row may be in it several times, and counts with its sum
+                p.grad = p.grad.coalesce()
+            grads.append(entries_of(local_part(p.grad)))
     if grads:
         torch._foreach_clamp_min_(grads, -clip_value)
         torch._foreach_clamp_max_(grads, clip_value)
-
-
-def _entries(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the entries of gradients; of a sparse one, of an embedding, those of its rows, which are made to occur once."""
-    for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()
-    return [g._values() if g.is_sparse else local_part(g) for p in parameters if (g := p.grad) is not None]
 
 
 def grad_norm(
@@ -384,15 +379,15 @@ def grad_norm(
 
     `stages` is the number of pipeline stages, each of which holds other parameters. `device` is where ranks exchange numbers.
     """
-    parameters = list(parameters)
     held = [(p.grad, getattr(p, "tied_stages", 1)) for p in parameters if p.grad is not None]
     if not held and stages == 1 and device is not None:
         return torch.zeros((), device=device)  # where the norms of other updates are
     if stages == 1 and not any(is_dtensor(grad) for grad, _ in held):
+        grads = [grad for grad, _ in held]
         try:
-            return torch.nn.utils.get_total_norm([grad for grad, _ in held], norm_type)
-        except NotImplementedError:  # a sparse gradient
-            return torch.nn.utils.get_total_norm(_entries(parameters), norm_type)
+            return torch.nn.utils.get_total_norm(grads, norm_type)
+        except NotImplementedError:  # a sparse gradient, of an embedding
+            return torch.nn.utils.get_total_norm([entries_of(grad) for grad in grads], norm_type)
     return _norm_over_ranks(held, norm_type, torch.device("cpu" if device is None else device), stages)
 
 

@@ -13,23 +13,21 @@ Formulas are in `schedules`, `units` has the classes, and `config` reads and wri
 from drivetrain.core.lazy import lazy_exports
 from drivetrain.optim import optimizers
 
-_UNITS = {
-    ".scheduler": ["OptimScheduler"],
-    ".optim_set": ["OptimSet", "BatchPlan", "from_config", "from_yaml"],
-    ".plain": ["as_optim_set", "build_optim_sches"],
-    ".config": ["resolve_type", "to_config", "to_yaml"],
-    "drivetrain.core.yaml": ["load_yaml"],
-    ".explain": ["plot", "sparkline"],
-    "drivetrain.optim.units": ["as_lr_lambda"],
-}
-
-_SCHEDULES = {
-    ".units": [
-        *("NoamLr", "Noamlr", "ExponentDecayLr", "ConstantLr", "LinearLr", "CosineLr", "CosineRestartsLr"),
-        *("PolynomialLr", "StepLr", "MultiStepLr", "WSDLr", "InverseSqrtLr", "OneCycleLr", "LambdaLr"),
-    ],
-}
-
 __getattr__, __dir__, __all__ = lazy_exports(
-    __name__, {**_UNITS, **_SCHEDULES, ".optimizers": optimizers.__all__}, modules=["schedules"]
+    __name__,
+    {
+        ".scheduler": ["OptimScheduler"],
+        ".optim_set": ["OptimSet", "BatchPlan", "from_config", "from_yaml"],
+        ".plain": ["as_optim_set", "build_optim_sches"],
+        ".config": ["resolve_type", "to_config", "to_yaml"],
+        "drivetrain.core.yaml": ["load_yaml"],
+        ".explain": ["plot", "sparkline"],
+        ".units": [
+            *("NoamLr", "Noamlr", "ExponentDecayLr", "ConstantLr", "LinearLr", "CosineLr", "CosineRestartsLr"),
+            *("PolynomialLr", "StepLr", "MultiStepLr", "WSDLr", "InverseSqrtLr", "OneCycleLr", "LambdaLr"),
+            "as_lr_lambda",
+        ],
+        ".optimizers": optimizers.__all__,
+    },
+    modules=["schedules"],
 )

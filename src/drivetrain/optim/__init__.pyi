@@ -12,7 +12,6 @@ from drivetrain.optim.config import to_yaml as to_yaml
 from drivetrain.core.yaml import load_yaml as load_yaml
 from drivetrain.optim.explain import plot as plot
 from drivetrain.optim.explain import sparkline as sparkline
-from drivetrain.optim.units import as_lr_lambda as as_lr_lambda
 from drivetrain.optim.units import NoamLr as NoamLr
 from drivetrain.optim.units import Noamlr as Noamlr
 from drivetrain.optim.units import ExponentDecayLr as ExponentDecayLr
@@ -27,6 +26,7 @@ from drivetrain.optim.units import WSDLr as WSDLr
 from drivetrain.optim.units import InverseSqrtLr as InverseSqrtLr
 from drivetrain.optim.units import OneCycleLr as OneCycleLr
 from drivetrain.optim.units import LambdaLr as LambdaLr
+from drivetrain.optim.units import as_lr_lambda as as_lr_lambda
 from drivetrain.optim.optimizers import MuonHybrid as MuonHybrid
 from drivetrain.optim.optimizers import AdamWScheduleFree as AdamWScheduleFree
 from drivetrain.optim.optimizers import SGDScheduleFree as SGDScheduleFree
@@ -86,7 +86,6 @@ __all__ = [
     "load_yaml",
     "plot",
     "sparkline",
-    "as_lr_lambda",
     "NoamLr",
     "Noamlr",
     "ExponentDecayLr",
@@ -101,6 +100,7 @@ __all__ = [
     "InverseSqrtLr",
     "OneCycleLr",
     "LambdaLr",
+    "as_lr_lambda",
     "MuonHybrid",
     "AdamWScheduleFree",
     "SGDScheduleFree",

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from drivetrain.core.arguments import check_count, check_flag, check_number
 from drivetrain.core.errors import ConfigError, ConfigTypeError, did_you_mean, nearest_name, unknown_name
 from drivetrain.core.types import Settings
-from drivetrain.module.optimizers import start_momentum
+from drivetrain.module.optimizers import requires_closure, start_momentum
 from drivetrain.module.wrapping import clean_key
 
 # ---------------------------------------------------------------------- which parameters a unit owns
@@ -102,10 +102,7 @@ def own_parameters(
     return {name: p for name, p in named if chosen.pop(id(p), None) is not None}
 
 
-OptimizerMaker = Callable[..., Optimizer]
-
-
-def find_optimizer(optim_type: object) -> OptimizerMaker:
+def find_optimizer(optim_type: object) -> Callable[..., Optimizer]:
     """Return the optimizer class of a name (torch.optim, then drivetrain.optim, then a dotted path), or the maker given."""
     found: Any = optim_type
     if isinstance(optim_type, str):
@@ -221,10 +218,8 @@ def import_dotted(path: str, where: str) -> Any:
 
 
 def _check_no_closure(optimizer: Optimizer | type[Optimizer], name: str) -> None:
-    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-    closure = inspect.signature(cls.step).parameters.get("closure")
-    is_required = closure is not None and closure.default is closure.empty
-    if is_required or (optimizer is not cls and getattr(optimizer, "needs_closure", False)):
+    is_made = isinstance(optimizer, Optimizer)  # algorithms look up classes too
+    if requires_closure(optimizer) or (is_made and getattr(optimizer, "needs_closure", False)):
         raise ConfigError(
             f"optim_type={name!r} evaluates the loss itself (step needs a closure), which a unit does not "
             "support. Use another optimizer, or pass the torch optimizer directly to the Trainer."

@@ -14,16 +14,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from drivetrain.core.errors import ConfigError, did_you_mean, nearest_name
+from drivetrain.core.errors import ConfigError, did_you_mean, nearest_name, unknown_name
 from drivetrain.core.files import replace_bytes
 from drivetrain.core.time import Time
 from drivetrain.core.types import StateDict
 from drivetrain.core.yaml import YamlFile, dump_yaml
-from drivetrain.optim.building import SHARED, check_class, check_shared, import_dotted, keywords_of
+from drivetrain.optim.building import SHARED, check_class, check_shared, find_optimizer, import_dotted, keywords_of
 from drivetrain.optim.scheduler import GENERAL, OptimScheduler
 from drivetrain.optim.units import SCHEDULES
-
-_SECOND_NAMES = {"Noamlr": "NoamLr"}
 
 _KEY = "optim_sches"
 _SECTION = "train_cfg"
@@ -38,7 +36,7 @@ def resolve_type(query: str) -> type[OptimScheduler]:
     if not isinstance(query, str):
         raise ConfigError(f"type={query!r}: expected a name such as 'noam.NoamLr'.")
     file, _, name = query.rpartition(".")
-    name = _SECOND_NAMES.get(name, name)
+    name = "NoamLr" if name == "Noamlr" else name
     for known, classes in SCHEDULES.items():
         if name in classes and file in (known, "", f"drivetrain.optim.{known}"):
             return classes[name]
@@ -158,7 +156,8 @@ class _ConfigReader:
         path, conf = (*path, "conf"), {**common, **spec["conf"]}
         accepted, _ = keywords_of(cls.sche_init)
         if accepted is not None:
-            self._check_keys(path, conf, [*GENERAL, *SHARED, *(name for name in accepted if name != "self")])
+            valid = [*GENERAL, *SHARED, *(name for name in accepted if name != "self")]
+            self._check_keys(path, conf, valid, conf.get("optim_type"))
         if "optim_type" not in conf:
             raise ConfigError(f"{self.where(*path)}: 'optim_type' is missing, for example optim_type: AdamW.")
         try:
@@ -175,15 +174,27 @@ class _ConfigReader:
                 "pass accum_grad, ft_factor and grad_clip of this one: OptimSet.from_yaml(path, model, accum_grad=...)."
             )
         looked_in = f" at the top or in {_SECTION!r}" if isinstance(section, Mapping) else ""
-        hint = did_you_mean(_KEY, [*cfg, *(section if isinstance(section, Mapping) else ())])
+        near = nearest_name(_KEY, [*cfg, *(section if isinstance(section, Mapping) else ())])
+        hint = f" The nearest key is {near!r}: rename it." if near else ""
         return f"{self.where()}: there is no {_KEY!r}{looked_in}.{hint}"
 
-    def _check_keys(self, path: tuple[str, ...], given: Iterable[str], valid: list[str]) -> None:
+    def _check_keys(
+        self, path: tuple[str, ...], given: Iterable[str], valid: list[str], optim_type: object = None
+    ) -> None:
         for key in given:
             if key not in valid:
-                near = nearest_name(key, valid)
-                hint = f"; did you mean {near!r}?" if near else "."
-                raise ConfigError(f"{self.where(*path, key=key)}: unknown key {key!r}{hint} Valid: {', '.join(valid)}.")
+                where = self.where(*path, key=key)
+                if key in _options_of(optim_type):
+                    raise ConfigError(f"{where}: {key!r} is an argument of {optim_type}. Move it into optim_conf.")
+                raise ConfigError(unknown_name("key", key, valid, where=where))
+
+
+def _options_of(optim_type: object) -> list[str]:
+    """Return the arguments of an optimizer, none where there is no such optimizer."""
+    try:
+        return keywords_of(find_optimizer(optim_type))[0] or []
+    except ConfigError:
+        return []
 
 
 def _optimizer_name(optim_type: object) -> str:

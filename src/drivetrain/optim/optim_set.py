@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.context.moving import move_to_device
+from drivetrain.context.moving import move_optimizer_state
 from drivetrain.core.errors import ConfigError, unknown_name, warn
 from drivetrain.core.types import Settings, StateDict
 from drivetrain.core.yaml import YamlSource, read_yaml
@@ -262,12 +262,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
     def to(self, device: torch.device | str) -> "OptimSet":
         """Move what the optimizers keep to a device, where the parameters are or will be."""
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                counts_on_device = bool(group.get("capturable") or group.get("fused"))
-                for p in group["params"]:
-                    for key, value in optimizer.state.get(p, {}).items():
-                        if key != "step" or counts_on_device:
-                            optimizer.state[p][key] = move_to_device(device, value)
+            move_optimizer_state(optimizer, device)
         return self
 
     def state_dict(self) -> StateDict:

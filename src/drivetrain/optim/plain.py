@@ -115,7 +115,7 @@ class SetStepper(Stepper):
         self._weight: Count = 1.0  # of the current batch, relative to the first one of the run
 
     def prepare(self, *, is_split: bool = False, is_exchanged: bool = False, tests: bool = True) -> None:
-        has_long_units = any(unit.accum_grad > 1 for unit in self.optimizer.values())
+        has_long_units = any(unit.window.length > 1 for unit in self.optimizer.values())
         super().prepare(is_split=is_split or has_long_units, is_exchanged=is_exchanged, tests=False)
         if tests:  # each unit tests its own gradients
             self.guard.prepare(self.optimizer, self.model, is_exchanged=is_exchanged, is_tested_elsewhere=True)

@@ -23,6 +23,7 @@ from drivetrain.core.errors import ConfigError, warn
 from drivetrain.core.types import Settings
 from drivetrain.data.columns import find_columns
 from drivetrain.data.loader import SmartDataLoader
+from drivetrain.data.order import keeps_state
 from drivetrain.data.prefetch import PINNED
 from drivetrain.data.workers import guard_workers
 from drivetrain.runtime.device import usable_cpus
@@ -256,6 +257,11 @@ def smart_loader(loader: object) -> SmartDataLoader[Any] | None:
     return loader if isinstance(loader, SmartDataLoader) else None
 
 
+def saves_itself(loader: object) -> bool:
+    """Return whether a loader of the user's saves a position of its own, as torchdata's `StatefulDataLoader` does."""
+    return keeps_state(loader) and smart_loader(loader) is None
+
+
 def is_padding(loader: object) -> bool:
     """Return whether the current batch is only padding, because this rank had no samples left."""
     smart = smart_loader(loader)
@@ -283,7 +289,7 @@ def look_ahead(loader: Iterable[object], done: int = 0) -> Iterator[tuple[object
     """Yield each batch after the first `done` of an epoch, and whether it is the last, by reading one batch ahead.
 
     A `SmartDataLoader` knows without, unless it is told to read nothing ahead: then no batch is the last. Its position counts what was
-    handed out, so nothing may be read ahead of the loop.
+    handed out, so nothing may be read ahead of the loop; and of no other loader that saves itself, so that none of its batches is the last.
 
     >>> list(look_ahead("ab"))
     [('a', False), ('b', True)]
@@ -296,9 +302,10 @@ def look_ahead(loader: Iterable[object], done: int = 0) -> Iterator[tuple[object
         if done >= end:
             return
         loader = itertools.islice(inner, end - done)
-    if isinstance(inner, SmartDataLoader):
+    if isinstance(inner, SmartDataLoader) or saves_itself(inner):
         for number, batch in enumerate(loader, done + 1):
-            yield batch, number == end or bool(inner.batch_info and inner.batch_info.last)
+            info = getattr(inner, "batch_info", None)
+            yield batch, number == end or bool(info and info.last)
         return
     yield from with_last(loader)
 

@@ -383,11 +383,14 @@ class TrainerLoop(EvaluationLoop):
             return
         if clock.batch_in_epoch >= limit:
             return
-        for batch in self._rest_of_epoch(loader):
+        batches, is_saved = iter(self._rest_of_epoch(loader)), loaders.saves_itself(loader)
+        for batch in batches:
             state.step = step = clock.batch_in_epoch
             if source is not None:
                 state.sample_index = source.sample_index
             last = step + 1 >= limit
+            if last and is_saved:
+                next(batches, None)  # from here on its state is that of an epoch that has ended
             yield (batch if move is None else move(batch)), last
             if last:
                 return
