@@ -638,3 +638,19 @@ def test_float16_scales_and_skips_and_graphs_compile_on_cuda():
     assert means[-1] < means[0]
     status, _, plan = call(["compile", "cuda_graphs", ("amp_native", "bf16")], device="cuda")
     assert status, plan.failure
+
+
+class Wide(nn.Linear):
+    def forward(self, x, y):
+        return super().forward(x)
+
+
+def test_texts_that_only_a_sampler_puts_together_are_planned_for():
+    rows = [{"x": torch.randn(2 + index % 2, 8), "y": torch.randn(2 + index % 2, 8)} for index in range(8)]
+    for plan in ([], None):
+        status, _, applied = auto_accelerate(
+            Wide(8, 8), torch.optim.SGD, rows, lambda batch, out: (out - batch["y"]).square().mean(), None, "unpack_dict",
+            {"lr": 0.1}, load_strategy=plan, time_limit=0, device="cpu",
+            dataloader_args={"batch_sampler": BatchSampler([0, 2, 4, 6, 1, 3, 5, 7], 4, False), "num_workers": 0},
+        )  # fmt: skip
+        assert status, applied.failure

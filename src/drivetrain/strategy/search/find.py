@@ -351,7 +351,12 @@ class _Search:
             return "the plan is for another machine"
         if self.clock.limit == 0:
             return "time_limit is 0"
-        missing = [name for name in ("loss_func", "optim_func", "samples") if getattr(self.task, name) is None]
+        needs = {
+            "loss_func": self.task.loss_func,
+            "optim_func": self.task.optim_func,
+            "readable data": self.task.samples,
+        }
+        missing = [name for name, there in needs.items() if there is None]
         return f"there is no {' and no '.join(missing)}" if missing else None
 
     def _unmeasured(self, fitting: Sequence[Scored], last: Scored, found: Sequence[Measurement]) -> Scored:

@@ -30,7 +30,7 @@ from drivetrain.runtime.seeds import capture_rng, restore_rng, same_state, set_s
 from drivetrain.strategy.apply import Application
 from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.resolve import ResolvedPlan
-from drivetrain.strategy.task import TrainingTask, take_rows
+from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.per_parameter import (
     Finding,
     PerParameter,
@@ -176,7 +176,7 @@ def _yardstick(
         total, middle, with_gradients = 0.0, samples // 2, not task.is_counted
         with torch.set_grad_enabled(with_gradients):
             for rows in (range(middle), range(middle, samples)):
-                half = loss_of(take_rows(batch, samples, list(rows))) * (len(rows) / samples)
+                half = loss_of(task.rows(rows)) * (len(rows) / samples)
                 total += plain_number(half)
                 if with_gradients:
                     half.backward()
@@ -230,7 +230,7 @@ def _is_deterministic_in_training(
 
 def planned_step(
     ctx: Application,
-    batch: Batch,
+    take: Callable[[list[int]], Batch],
     share: Share,
     call: Callable[..., Any],
     *,
@@ -238,8 +238,9 @@ def planned_step(
     quiet: bool = False,
     repeats: int = 1,
 ) -> Measured:
-    """Run one update of a planned model on `batch`, the samples of a `Share`, and return the gradients and updates of each
-    parameter.
+    """Run one update of a planned model on the samples of a `Share`, and return the gradients and updates of each parameter.
+
+    `take` returns samples by their numbers.
 
     A pipeline runs forward and backward in one call, in training mode only: there its shell trains while the layers evaluate. `quiet` is
     how the plain model was compared, see `comparing`. `repeats` takes the samples of a pass several times, so that it has the shape of
@@ -258,7 +259,7 @@ def planned_step(
             for index in range(length):
                 set_seed(_SEED)
                 rows = share.rows_of(index * (share.parts // length) + rank) * repeats
-                inputs = ctx.prepared(take_rows(batch, share.samples, rows))
+                inputs = ctx.prepared(take(rows))
                 amount = float(stepping.amount(stepping.items_of(inputs)))
                 total, items = total + amount * plain_number(_backward(ctx, inputs, call)), items + amount
                 if index < length - 1:

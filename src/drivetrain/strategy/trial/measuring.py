@@ -174,7 +174,7 @@ class _TimedTrial:
         as_trained = is_steady and batch.micro % share.rows == 0 and ctx.stepping.pipeline is None
         repeats = batch.micro // share.rows if as_trained else 1
         found = planned_step(
-            ctx, self.task.batch(share.samples), share, self.task.call,
+            ctx, self.task.rows, share, self.task.call,
             training=as_trained, quiet=expected is not None and expected.is_quiet, repeats=repeats,
         )  # fmt: skip
         if self.is_compiled and not as_trained and self.may_reset:
