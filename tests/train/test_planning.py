@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from drivetrain.core.errors import UnsupportedMethodError
+from drivetrain.core.errors import DrivetrainWarning, UnsupportedMethodError
 from drivetrain.strategy.task import CallModel, TrainingTask, Uncollated, read_samples
 from drivetrain.train.trainer import Trainer
 
@@ -190,3 +190,22 @@ def test_samples_that_cannot_be_read_do_not_end_a_training_that_does_not_need_th
         )  # fmt: skip
         trainer.train(DataLoader(Unreadable(), batch_sampler=[[4, 5, 6, 7], [8, 9, 10, 11]]), num_epochs=1)
         assert any("sample 0 is missing" in reason for reason in trainer.plan.reasons), trainer.plan.reasons
+
+
+class CompiledInside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.compile(nn.Linear(8, 8), backend="eager"), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)).mean(1))
+
+
+def test_a_model_that_compiles_a_part_of_itself_trains_without_a_plan(monkeypatch):
+    monkeypatch.setitem(CASES, "compiled", (CompiledInside, *CASES["buckets"][1:]))
+    expected, _ = trained("compiled", None)
+    with pytest.warns(DrivetrainWarning, match="its part 'body' is already wrapped"):
+        found, plan = trained("compiled", "auto")
+    assert plan.opt_names() == [] and all(torch.equal(found[name], value) for name, value in expected.items())
+    with pytest.raises(TypeError, match="its part 'body' is already wrapped"):
+        trained("compiled", ["fused_optimizer"])

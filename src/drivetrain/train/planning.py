@@ -29,7 +29,7 @@ from drivetrain.core.event import Event
 from drivetrain.core.types import Settings
 from drivetrain.module.compilation import GRAPH_MODES, LossGraph
 from drivetrain.module.precision import PRECISIONS, Precision, parse_precision
-from drivetrain.module.wrapping import unwrap
+from drivetrain.module.wrapping import unwrap, wrapping_of
 from drivetrain.runtime.ranks import data_group, data_rank, get_num_processes, is_master, num_data_ranks
 from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import preserve_rng_state
@@ -175,8 +175,9 @@ def apply_strategy(trainer: "Trainer") -> None:
 def _apply(request: PlanRequest) -> tuple[Strategy, Application]:
     """Find or read the plan, check it against the loop, and apply it to the State. Return the applied plan."""
     model, world = request.state.model, get_num_processes()
-    check_model(model, "Trainer(strategy=)")
     is_auto = isinstance(request.strategy, str) and request.strategy == "auto"
+    if not is_auto or request.strict or wrapping_of(model) is not None:
+        check_model(model, "Trainer(strategy=)")
     if not is_auto:
         with naming("strategy", request.strategy):
             plan = Strategy.load(request.strategy)
@@ -184,9 +185,9 @@ def _apply(request: PlanRequest) -> tuple[Strategy, Application]:
         plan = Strategy.load(request.file)
     else:
         plan = search_plan(request)
-    if plan.mesh is not None and mesh_size(plan.mesh) != world:
-        plan = plan.rescale(world)
     try:
+        if plan.mesh is not None and mesh_size(plan.mesh) != world:
+            plan = plan.rescale(world)
         resolved = resolve_plan(plan, model=model, device=request.device, world=world, strict=request.strict)
         _check(request, resolved)
     except StrategyError as error:
@@ -337,6 +338,7 @@ def search_plan(request: PlanRequest) -> Strategy:
     if task.samples is None or isinstance(task.samples, Uncollated):  # the loop could not cut them
         constraints = replace(constraints, excluded=constraints.excluded | {"micro_batch"})
     try:
+        check_model(model, "strategy='auto'")  # a part may be compiled by the model's own code
         plan = find_plan(task, device=device, world=world, constraints=constraints, on_progress=request.report)
         notes = [] if obstacle is None else [f"search: no plan was tried, because {obstacle}"]
         if request.state.algorithms:
