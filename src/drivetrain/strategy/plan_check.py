@@ -24,6 +24,7 @@ from drivetrain.strategy.trial.checking import (
     planned_step,
     share_of_plan,
     train_window,
+    use_weights_of_first_rank,
     verdict,
 )
 from drivetrain.strategy.trial.report import OutcomeKind
@@ -53,6 +54,7 @@ def compare_plan(plan: Strategy, task: TrainingTask, model: nn.Module, device: t
     batch = resolved.batch_of(plan, task.global_batch_size)
     share = share_of_plan(resolved, batch)
     expected = None
+    use_weights_of_first_rank(model)
     try:
         expected = compute_reference_results(model.to(device), task, device, share.samples)
     except Exception as error:

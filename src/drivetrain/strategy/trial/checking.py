@@ -23,7 +23,7 @@ from drivetrain.core.types import Batch
 from drivetrain.module.distributed_tensors import whole_tensor
 from drivetrain.module.probing import attributes_set, restore_buffers_after
 from drivetrain.module.wrapping import unwrap
-from drivetrain.runtime.collectives import all_gather_values
+from drivetrain.runtime.collectives import all_gather_values, broadcast_from_master
 from drivetrain.runtime.device import is_out_of_memory
 from drivetrain.runtime.ranks import data_rank
 from drivetrain.runtime.seeds import capture_rng, restore_rng, same_state, set_seed
@@ -56,6 +56,17 @@ _ROUNDING = 1e-5
 """Where the loss of a batch differs by more than this from the mean of the losses of its halves, it is not a mean over samples."""
 _PARTS = 8.0
 """How much further than two halves the parts of a plan may be from the whole, for a loss that cannot be divided exactly."""
+
+
+@torch.no_grad()
+def use_weights_of_first_rank(model: nn.Module) -> None:
+    """Give all ranks the weights of rank 0, as applying a plan does: without a seed each rank has built a model of its own."""
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    sums = [float((tensor.abs() if tensor.is_complex() else tensor).double().sum()) for tensor in tensors]
+    if len(set(map(repr, all_gather_values(sums)))) == 1:
+        return
+    for tensor in tensors:
+        tensor.copy_(broadcast_from_master(tensor))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ from drivetrain.strategy.trial.checking import (
     planned_step,
     share_of_plan,
     train_window,
+    use_weights_of_first_rank,
     verdict,
 )
 from drivetrain.strategy.trial.memory import MemoryMeter
@@ -106,6 +107,8 @@ class _TimedTrial:
         order, task = self.order, self.task
         self.tell("phase", name="build")
         model = task.build()
+        if order.verify:
+            use_weights_of_first_rank(model)
         resolved = resolve_plan(order.plan, model=model, device=self.device)
         batch = resolved.batch_of(order.plan, task.global_batch_size)
         share = share_of_plan(resolved, batch)
