@@ -153,12 +153,11 @@ class _Search:
             return compared.chosen_plan(best.scored, best, notes + more)
         too_large = {item.candidate for item in compared.simulated if item.peak > budget}
         others = [item for item in compared.fitting if item.candidate not in too_large]
-        failed = {one.result.outcome for one in compared.measurements} - {"oom", "timeout"}
-        if failed and compared.plain is not None:  # what was not tried is not trusted after that
-            notes.append("search: no trial succeeded, and the plain model was not among them, so it stays unchanged")
-            chosen = compared.plain
-        else:
-            chosen = self._unmeasured([*ranked, *others], compared.plain or ranked[0], compared.measurements)
+        chosen = self._unmeasured([*ranked, *others], compared.plain or ranked[0], compared.measurements)
+        if compared.measurements:
+            if {one.result.outcome for one in compared.measurements} - {"oom", "timeout"} and compared.plain is not None:
+                chosen = compared.plain  # after errors nothing is trusted that was not tried
+            notes.append(f"search: no trial succeeded, so {'a prediction' if chosen.methods else 'the plain model'} is used")
         return compared.chosen_plan(chosen, None, notes)
 
     def _completed(self, best: Measurement) -> tuple[Measurement, list[str]]:
