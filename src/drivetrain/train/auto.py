@@ -115,6 +115,11 @@ class Options:
             check_callable("count_items", self.count_items, "a function of the prepared input that returns a count")
         if self.numerics not in NUMERICS:
             raise ConfigError(f"numerics={self.numerics!r}: expected 'exact', 'mixed' or 'low'.")
+        if self.world_size is not None and not (self.plan_only and is_whole(self.world_size)):
+            raise ConfigError(
+                f"world_size={self.world_size!r}: expected a whole number of at least 1, together with plan_only=True. A plan that is "
+                "applied is for the processes that were started."
+            )
         if self.sample_batch is not None and self.batch_size is None:
             raise ConfigError(
                 "sample_batch was given without batch_size, the number of samples in a global batch. Pass both."
@@ -261,7 +266,7 @@ class _Request:
     def world(self) -> int:
         """For how many processes the plan is."""
         options = self.options
-        return options.world_size if options.plan_only and options.world_size else get_num_processes()
+        return get_num_processes() if options.world_size is None else options.world_size
 
     @property
     def has_data(self) -> bool:
