@@ -339,9 +339,11 @@ def test_a_plan_that_fails_its_trial_is_reported_and_the_model_is_untouched(own_
 def test_an_error_while_applying_puts_the_model_back(own_methods):
     model = First()
     before = copy.deepcopy(model.state_dict())
+    model.seen = seen = []  # a hook may have it too
     with pytest.raises(RuntimeError, match="half-way"):
         call(["broken", ("half", "bf16"), "checkpoint"], model, ignore_dryrun_on_load_strategy=True)
     assert type(model) is First and type(model.linear) is nn.Linear and model.linear.weight.dtype == torch.float32
+    assert model.seen is seen
     assert list(model.state_dict()) == list(before) and all(
         torch.equal(v, before[k]) for k, v in model.state_dict().items()
     )

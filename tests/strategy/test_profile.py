@@ -666,3 +666,17 @@ def test_the_predicted_peak_is_within_five_percent_of_cuda(arithmetic, checkpoin
         del loss
     measured = torch.cuda.max_memory_allocated() - before
     assert profile.peak(arithmetic + checkpoint, size) == pytest.approx(measured, rel=0.05)
+
+
+class Meets(nn.Module):
+    """Fails on fake tensors alone, in a rule of torch that logs it with its whole stack."""
+
+    def forward(self, batch):
+        wrong = type(batch["x"]).__name__ == "FakeTensor" or type(batch["x"]) is not torch.Tensor
+        return batch["x"] + torch.ones(3 if wrong else 8)
+
+
+def test_what_fails_on_fake_tensors_is_a_note_and_not_a_traceback_on_the_terminal(capfd):
+    task = TrainingTask(model=Meets(), call=CallModel(), samples={"x": torch.randn(4, 8)})
+    profile = profile_model(task, compiled=False)
+    assert "could not run on fake tensors" in profile.notes[0] and "Traceback" not in capfd.readouterr().err

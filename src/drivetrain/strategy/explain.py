@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def explain(plan: "Strategy", width: int = 100) -> str:
     """Return mesh and batch arithmetic, methods in order with reasons, numbers with their evidence, and rejected or dropped methods."""
     predicted, measured = plan.predicted or {}, plan.measured or {}
-    size = f"{len(plan)} method{'' if len(plan) == 1 else 's'}"
-    lines = [f"Plan of {size} (evidence: {plan.evidence})" + _counted(plan.search)]
+    methods = f"{len(plan)} method{'' if len(plan) == 1 else 's'}"
+    lines = [f"Plan of {methods} (evidence: {plan.evidence})" + _counted(plan.search)]
     if plan.failure is not None:
         lines.append(f"  FAILED ({plan.failure.kind}): {plan.failure.message}")
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh or ())

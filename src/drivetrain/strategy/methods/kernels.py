@@ -177,7 +177,6 @@ class CpuThreads(Method):
 
     def apply(self, ctx: "Application", config: CpuThreadsConfig) -> None:
         torch.set_num_threads(config.threads or cpu_share())
-        ctx.note("cpu_threads: applies to the whole process")
 
 
 def cpu_share() -> int:

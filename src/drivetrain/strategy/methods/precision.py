@@ -156,7 +156,6 @@ class Tf32(Method):
         backends: Any = torch.backends
         for backend in (backends.cudnn.conv, backends.cudnn.rnn):
             backend.fp32_precision = "tf32"
-        ctx.note("tf32: applies to the whole process")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -155,9 +155,14 @@ class _Search:
         others = [item for item in compared.fitting if item.candidate not in too_large]
         chosen = self._unmeasured([*ranked, *others], compared.plain or ranked[0], compared.measurements)
         if compared.measurements:
-            if {one.result.outcome for one in compared.measurements} - {"oom", "timeout"} and compared.plain is not None:
+            if {one.result.outcome for one in compared.measurements} - {
+                "oom",
+                "timeout",
+            } and compared.plain is not None:
                 chosen = compared.plain  # after errors nothing is trusted that was not tried
-            notes.append(f"search: no trial succeeded, so {'a prediction' if chosen.methods else 'the plain model'} is used")
+            notes.append(
+                f"search: no trial succeeded, so {'a prediction' if chosen.methods else 'the plain model'} is used"
+            )
         return compared.chosen_plan(chosen, None, notes)
 
     def _completed(self, best: Measurement) -> tuple[Measurement, list[str]]:
