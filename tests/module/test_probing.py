@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.module.probing import call_on_fake_tensors, keeps_shape, restore_buffers_after
+from drivetrain.module.probing import call_on_fake_tensors, copy_model, keeps_shape, restore_buffers_after
 
 
 class ConvBlock(nn.Module):
@@ -89,3 +89,15 @@ def test_a_module_with_two_names_keeps_its_weights():
     assert call_on_fake_tensors(block, (torch.randn(2, 4),)).shape == (2, 4)
     assert all(torch.equal(parameter, before[name]) for name, parameter in block.named_parameters())
     assert block.second is block.first
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_a_model_is_copied_with_what_a_forward_pass_left_in_it():
+    model = nn.Sequential(nn.Linear(4, 4), torch.nn.utils.weight_norm(nn.Linear(4, 2)))
+    model.last = {"hidden": model[0](torch.randn(3, 4))}  # with a graph, as an auxiliary loss keeps it
+    copied, x = copy_model(model), torch.randn(3, 4)
+    torch.testing.assert_close(copied(x), model(x))
+    copied(x).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad is not None for parameter in copied.parameters())
+    torch.testing.assert_close(copied.last["hidden"], model.last["hidden"].detach())

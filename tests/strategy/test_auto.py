@@ -339,9 +339,11 @@ def test_a_plan_that_fails_its_trial_is_reported_and_the_model_is_untouched(own_
 def test_an_error_while_applying_puts_the_model_back(own_methods):
     model = First()
     before = copy.deepcopy(model.state_dict())
+    model.seen = seen = []  # a hook may have it too
     with pytest.raises(RuntimeError, match="half-way"):
         call(["broken", ("half", "bf16"), "checkpoint"], model, ignore_dryrun_on_load_strategy=True)
     assert type(model) is First and type(model.linear) is nn.Linear and model.linear.weight.dtype == torch.float32
+    assert model.seen is seen
     assert list(model.state_dict()) == list(before) and all(
         torch.equal(v, before[k]) for k, v in model.state_dict().items()
     )
@@ -638,3 +640,19 @@ def test_float16_scales_and_skips_and_graphs_compile_on_cuda():
     assert means[-1] < means[0]
     status, _, plan = call(["compile", "cuda_graphs", ("amp_native", "bf16")], device="cuda")
     assert status, plan.failure
+
+
+class Wide(nn.Linear):
+    def forward(self, x, y):
+        return super().forward(x)
+
+
+def test_texts_that_only_a_sampler_puts_together_are_planned_for():
+    rows = [{"x": torch.randn(2 + index % 2, 8), "y": torch.randn(2 + index % 2, 8)} for index in range(8)]
+    for plan in ([], None):
+        status, _, applied = auto_accelerate(
+            Wide(8, 8), torch.optim.SGD, rows, lambda batch, out: (out - batch["y"]).square().mean(), None, "unpack_dict",
+            {"lr": 0.1}, load_strategy=plan, time_limit=0, device="cpu",
+            dataloader_args={"batch_sampler": BatchSampler([0, 2, 4, 6, 1, 3, 5, 7], 4, False), "num_workers": 0},
+        )  # fmt: skip
+        assert status, applied.failure

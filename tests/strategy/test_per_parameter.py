@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from drivetrain.runtime.ranks import data_rank
 from drivetrain.strategy import plan_check
-from drivetrain.strategy.dry_run import verify_plan, with_counted_loss
+from drivetrain.strategy.dry_run import try_plan, verify_plan, with_counted_loss
 from drivetrain.strategy.method import Method, Stage
 from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
 from drivetrain.strategy.registry import register_method
@@ -268,3 +269,18 @@ def test_an_update_by_rounding_alone_may_differ(size, differs):
     gradients = PerParameter(gradients=found[0].gradients, movements=found[1].movements)
     findings = compare(found[0], gradients, "exact", 2e-3)
     assert [finding.name for finding in findings] == ["bias"] * differs
+
+
+def unseeded(plan):
+    torch.manual_seed(data_rank() + 1)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    task = TrainingTask(
+        model=model, call=CallModel(), loss_func=lambda batch, out: out.square().mean(), optim_func=torch.optim.SGD,
+        optim_args={"lr": 0.1}, samples=torch.randn(16, 8, generator=torch.Generator().manual_seed(0)), global_batch_size=8,
+    )  # fmt: skip
+    return try_plan(Strategy(plan), task, device=CPU).failure
+
+
+@pytest.mark.parametrize("plan", [["parallel_mode"], ["fsdp"]], ids=str)
+def test_ranks_that_built_models_of_their_own_compare_that_of_the_first(world2, plan):
+    assert world2(unseeded, plan) == [None, None]

@@ -13,7 +13,7 @@ from torch import nn
 from drivetrain.experiment.cli.verbs import run_command
 from drivetrain.strategy.search import find, plan_cache
 from drivetrain.strategy.search.constraints import SearchConstraints
-from drivetrain.strategy.search.plan_cache import _path, cache_plan, cached_plans, clear_plans, find_cached_plan
+from drivetrain.strategy.search.plan_cache import cache_plan, cached_plans, clear_plans, find_cached_plan, plan_file
 from drivetrain.strategy.value import Strategy
 from tests.strategy.test_search import make_quick
 from tests.strategy.trial_tasks import make_task
@@ -30,12 +30,13 @@ def own_cache(monkeypatch, tmp_path):
 
 
 def found(task=None, constraints=UNTIMED):
-    return find_cached_plan(make_task() if task is None else task, CPU, 1, constraints)
+    task = make_task() if task is None else task
+    return find_cached_plan(plan_file(task, CPU, 1, constraints), task, CPU, 1, constraints)
 
 
 def kept(**values):
     plan = Strategy(["checkpoint"], predicted={"peak_bytes": 1000.0} | values)
-    cache_plan(plan, make_task(), CPU, 1, UNTIMED)
+    cache_plan(plan_file(make_task(), CPU, 1, UNTIMED), plan, make_task(), CPU, 1)
     return plan
 
 
@@ -73,7 +74,7 @@ def make_loss(factor, kind):
 @pytest.mark.parametrize("kind", ["closure", "partial", "method"])
 def test_what_is_equal_has_one_file_and_what_differs_another(kind):
     def path(task, constraints=UNTIMED, world=1):
-        return _path(task, CPU, world, constraints)
+        return plan_file(task, CPU, world, constraints)
 
     task = make_task(loss_func=make_loss(2.0, kind))
     same = path(task)
@@ -150,7 +151,7 @@ def tied(is_tied):
     ids="attribute config buffer tied code bases function dtype default numpy".split(),
 )
 def test_what_a_model_or_a_function_holds_and_does_is_a_part_of_it(field, make, values):
-    paths = [_path(replace(make_task(), **{field: make(value)}), CPU, 1, UNTIMED) for value in (*values, *values)]
+    paths = [plan_file(replace(make_task(), **{field: make(value)}), CPU, 1, UNTIMED) for value in (*values, *values)]
     assert paths[:2] == paths[2:] and paths[0] != paths[1]
 
 
@@ -174,7 +175,7 @@ def test_a_file_that_is_damaged_not_private_or_too_large_for_the_memory_counts_a
 
 
 def test_plans_for_another_place_and_failed_ones_are_not_kept(monkeypatch, own_cache):
-    cache_plan(Strategy(), make_task(), CPU, 1, replace(UNTIMED, plan_only=True))
+    assert plan_file(make_task(), CPU, 1, replace(UNTIMED, plan_only=True)) is None
     assert not own_cache.exists()
     make_quick(monkeypatch)
     assert find.find_plan(make_task(), device=CPU, world=1, constraints=replace(UNTIMED, memory_budget=1000)).failure
@@ -192,3 +193,33 @@ def test_the_command_lists_and_clears_kept_plans(capsys):
     assert run_command(["plan", "--clear"]) == 0 and "1 cached plans removed" in capsys.readouterr().out
     assert cached_plans() == [] and clear_plans() == 0
     assert run_command(["plan"]) != 0 and "expected one factory" in capsys.readouterr().err
+
+
+class CountsItsCalls:
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, batch, output):
+        self.calls += 1
+        return nn.functional.mse_loss(output, batch["y"])
+
+
+def test_a_loss_that_counts_its_calls_is_the_same_loss_at_the_next_start(monkeypatch):
+    make_quick(monkeypatch)
+    find.find_plan(make_task(loss_func=CountsItsCalls()), device=CPU, world=1, constraints=UNTIMED)
+    monkeypatch.setattr(find._Search, "run", lambda search: pytest.fail("it searches again"))
+    find.find_plan(make_task(loss_func=CountsItsCalls()), device=CPU, world=1, constraints=UNTIMED)
+
+
+class Nameless:
+    def __repr__(self):
+        raise RuntimeError("no name yet")
+
+    def __getstate__(self):
+        raise RuntimeError("no state yet")
+
+
+def test_an_object_that_cannot_be_described_is_searched_for_without_the_cache():
+    task = make_task()
+    task.model.part = {Nameless()}
+    assert plan_file(task, CPU, 1, UNTIMED) is None and found(task) is None

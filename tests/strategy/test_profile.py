@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import logging
 import random
 import time
 
@@ -666,3 +667,23 @@ def test_the_predicted_peak_is_within_five_percent_of_cuda(arithmetic, checkpoin
         del loss
     measured = torch.cuda.max_memory_allocated() - before
     assert profile.peak(arithmetic + checkpoint, size) == pytest.approx(measured, rel=0.05)
+
+
+class TooWide(nn.Module):
+    """Adds tensors that do not fit where they are fake: torch logs the whole stack."""
+
+    def forward(self, batch):
+        return batch["x"] + torch.ones(8 if type(batch["x"]) is torch.Tensor else 3)
+
+
+def test_what_fails_on_fake_tensors_is_a_note_and_not_a_traceback_in_the_log():
+    records, logger = [], logging.getLogger("torch._subclasses.fake_tensor")
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger.addHandler(handler)
+    try:
+        task = TrainingTask(model=TooWide(), call=CallModel(), samples={"x": torch.randn(4, 8)})
+        profile = profile_model(task, compiled=False)
+    finally:
+        logger.removeHandler(handler)
+    assert "could not run on fake tensors" in profile.notes[0] and records == []

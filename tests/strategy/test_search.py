@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -19,7 +20,7 @@ from drivetrain.strategy.device_spec import DeviceSpec
 from drivetrain.strategy.method import Method
 from drivetrain.strategy.methods.kernels import CpuThreadsConfig
 from drivetrain.strategy.profile.model import profile_model
-from drivetrain.strategy.registry import _methods, register_method
+from drivetrain.strategy.registry import _methods, find_method, register_method
 from drivetrain.strategy.search import find
 from drivetrain.strategy.search.constraints import budget_bytes, parse_memory
 from drivetrain.strategy.search.cost import Cost, parts_read
@@ -766,6 +767,46 @@ def test_what_would_be_chosen_without_a_trial_is_looked_at_first():
     simple, fastest = scored(1.01, 2, data=8, micro=8), scored(1, 1, zero=8, micro=8, sharding="fsdp")
     run.compared = Comparison(run.space, 1e9, [fastest, simple])
     assert run._close([fastest]) == ([simple, fastest], [])
+
+
+def test_after_trials_that_failed_nothing_is_chosen_that_was_not_tried(monkeypatch):
+    @contextmanager
+    def fail(search):
+        yield Trials(dict.fromkeys([("fused_optimizer",), ("cpu_threads",)], failed), [])
+
+    failed = TrialResult(outcome="error", message="AttributeError: a copy has no attribute 'extra'")
+    monkeypatch.setattr(find._Search, "_trials", fail)
+    monkeypatch.setattr(
+        find, "measuring_order", lambda ranked, plain, **how: [one for one in ranked if one != plain][:1]
+    )
+    monkeypatch.setattr(find.Measuring, "measure_promising", lambda *args: None)
+    monkeypatch.setattr(Trials, "run", lambda trials, plan, **how: failed)
+    plan = search(time_limit=30, excluded=frozenset({"compile", "checkpoint", "micro_batch", "amp"}))
+    assert plan.opt_names() == [] and plan.measured is None and plan.failure is None
+    assert "no trial succeeded" in plan.explain(1000) and "'extra'" in plan.explain(1000)
+
+
+class Doubles(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 8).double()
+
+    def forward(self, x):
+        return self.body(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "absent", "present"),
+    [
+        (Doubles, "amp_native", "fused_optimizer"),
+        (lambda: nn.Embedding(8, 8, sparse=True), "fused_optimizer", "amp_native"),
+        (lambda: nn.Linear(8, 8, dtype=torch.complex64), "fused_optimizer", "amp_native"),
+    ],
+    ids=["float64", "sparse", "complex"],
+)
+def test_methods_without_an_effect_on_a_model_are_not_offered(model, absent, present):
+    scope = place(machine=CPU, model=model())
+    assert not find_method(absent).options(scope) and find_method(present).options(scope)
 
 
 def test_a_search_that_fails_does_not_end_a_training(monkeypatch):

@@ -23,7 +23,7 @@ from drivetrain.core.errors import (
 )
 from drivetrain.strategy.batching import BatchSplit, plan_batch
 from drivetrain.strategy.mesh import fit_axes
-from drivetrain.strategy.method import Method, Stage
+from drivetrain.strategy.method import Method, Stage, selected
 from drivetrain.strategy.registry import _methods, expand_names, register_method
 from drivetrain.strategy.value import Failure, Strategy
 from tests.strategy.tasks import Block
@@ -384,3 +384,9 @@ def test_a_method_of_ones_own_works_in_lists_and_json():
         from drivetrain.strategy.registry import _aliases
 
         del _methods["noisy"], _aliases["loud"]
+
+
+def test_a_class_of_a_script_is_found_in_a_process_that_the_script_started():
+    block = type("Block", (nn.Linear,), {"__module__": "__mp_main__"})
+    model = nn.Sequential(block(2, 2), nn.Tanh())
+    assert selected(model, "__main__.Block") is block and selected(model, ("__main__.Block", "1")) == [block, "1"]

@@ -116,6 +116,8 @@ def test_presets_are_planned_for_without_the_hardware():
         ({"numerics": "loose"}, ConfigError, "numerics"),
         ({"memory_budget": "much"}, ConfigError, "memory_budget"),
         ({"time_limit": -3}, ConfigError, "time_limit"),
+        ({"world_size": 4}, ConfigError, "together with plan_only=True"),
+        ({"world_size": 0, "plan_only": True}, ConfigError, "whole number"),
     ],
 )
 def test_wrong_wishes_raise_before_anything_happens(kwargs, error, message):

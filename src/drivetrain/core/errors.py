@@ -245,7 +245,7 @@ def unknown_name(kind: str, name: object, valid: Iterable[str], *, where: str = 
     """
     choices = [str(choice) for choice in valid]
     place = f"{where}: " if where else ""
-    return f"{place}unknown {kind} {name!r}.{did_you_mean(name, choices)} Valid: {', '.join(choices)}."
+    return f"{place}unknown {kind} {name!r}.{did_you_mean(name, choices)} Valid: {', '.join(choices) or 'none'}."
 
 
 def first_line(error: object) -> str:

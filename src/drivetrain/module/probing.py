@@ -1,5 +1,6 @@
 """Run a module as a test: without lasting changes, or on fake tensors, which need neither memory nor arithmetic."""
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import product
@@ -111,6 +112,15 @@ def attributes_set(changes: Iterable[tuple[object, str, object]]) -> Iterator[No
     finally:
         for owner, name, value in reversed(before):
             setattr(owner, name, value)
+
+
+def copy_model(model: nn.Module, known: Mapping[int, object] | None = None) -> nn.Module:
+    """Return a deep copy of a model, with `known` objects by id in place of copies.
+
+    torch does not copy tensors with a graph. A forward pass leaves some, such as the weight of an older weight norm; they lose their graph.
+    """
+    left = [tensor for module in model.modules() for tensor in tensors_in(vars(module)) if not tensor.is_leaf]
+    return copy.deepcopy(model, {**{id(tensor): tensor.detach().clone() for tensor in left}, **(known or {})})
 
 
 def eval_mode(module: nn.Module) -> AbstractContextManager[None]:

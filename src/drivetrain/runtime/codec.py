@@ -253,7 +253,7 @@ class Unpacker:
             return found
         declared = [entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals()]
         for cls in (*self._classes.values(), *declared):
-            if isinstance(cls, type) and name in _names_in_scripts(cls):
+            if isinstance(cls, type) and name in names_in_scripts(cls):
                 return cls
         raise StateError(
             f"a saved {purpose} needs its class {name}, and classes are never imported by name from a file. Assign a value of that "
@@ -361,11 +361,11 @@ def classes_in(live: object) -> list[type]:
     return list(found)
 
 
-def _names_in_scripts(cls: type) -> set[str]:
+def names_in_scripts(cls: type) -> set[str]:
     """Return the names of a class: a script's are `__main__.X` when it runs and `script.X` when it is imported."""
     names = {class_name(cls)}
     main = sys.modules.get("__main__")
     script = getattr(getattr(main, "__spec__", None), "name", None) or Path(getattr(main, "__file__", None) or "").stem
-    if cls.__module__ in ("__main__", script):
+    if cls.__module__ in ("__main__", "__mp_main__", script):  # the second in a process that was spawned
         names |= {f"__main__.{cls.__qualname__}", f"{script}.{cls.__qualname__}"}
     return names

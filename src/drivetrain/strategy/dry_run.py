@@ -7,7 +7,6 @@ On one process this happens in the process itself, which is quick. On several, `
 rank, so that a rank that dies or hangs costs the plan and not the job, unless the task cannot be sent to another process.
 """
 
-import copy
 import time
 import warnings
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from drivetrain.core import errors
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.loss_items import UNKNOWN, FollowedLoss, agreed_items, follow_loss
+from drivetrain.module.probing import copy_model
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.runtime.seeds import capture_rng, restore_rng
@@ -149,7 +149,7 @@ def with_counted_loss(task: TrainingTask) -> TrainingTask:
 def _on_model(task: TrainingTask, model: nn.Module, rows: int, copied: bool = True) -> FollowedLoss:
     place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     try:
-        model = copy.deepcopy(model) if copied else model
+        model = copy_model(model) if copied else model
         inputs = task.prepared(task.batch(rows), place)
     except Exception:  # a model that cannot be copied, or a user's function, which raises again in the first step
         return UNKNOWN, []

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def explain(plan: "Strategy", width: int = 100) -> str:
     """Return mesh and batch arithmetic, methods in order with reasons, numbers with their evidence, and rejected or dropped methods."""
     predicted, measured = plan.predicted or {}, plan.measured or {}
-    lines = [f"Plan of {len(plan)} methods (evidence: {plan.evidence})" + _counted(plan.search)]
+    methods = f"{len(plan)} method{'' if len(plan) == 1 else 's'}"
+    lines = [f"Plan of {methods} (evidence: {plan.evidence})" + _counted(plan.search)]
     if plan.failure is not None:
         lines.append(f"  FAILED ({plan.failure.kind}): {plan.failure.message}")
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh or ())
@@ -28,7 +29,10 @@ def explain(plan: "Strategy", width: int = 100) -> str:
     for name, config, tunable in sorted(plan, key=lambda entry: (find_method(entry.name).stage, entry.name)):
         own = [text for text in notes if text.startswith(f"{name}:")]
         notes = [text for text in notes if text not in own]
-        why = [text.partition(":")[2].strip() for text in own] or [find_method(name).reason(config)]
+        usual = find_method(name).reason(config)
+        why = [text.partition(":")[2].strip() for text in own] or [usual]
+        if any(text.startswith("unchanged") for text in why):
+            why = [text for text in why if text != usual]
         shown = "; ".join(text for text in dict.fromkeys(why) if text)
         line = f"    {name:<16} {_settings(config) or 'defaults'}" + (f": {shown}" if shown else "")
         lines.append(f"{line}   (tunable)" if tunable else line)
@@ -49,7 +53,7 @@ def _counted(search: Mapping[str, Any] | None) -> str:
     if not search:
         return ""
     tried, took = len(search.get("measured", ())), sum(search.get("seconds", {}).values())
-    return f", chosen from {search['candidates']}: {search['fitting']} fit, {tried} measured, {took:.0f} s"
+    return f", chosen from {search['candidates']}: {search['fitting']} fit, {tried} tried, {took:.0f} s"
 
 
 def _memory_lines(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> list[str]:

@@ -23,6 +23,8 @@ from drivetrain.core.errors import ConfigError, MethodConfigError, StrategyError
 from drivetrain.core.types import Settings
 from drivetrain.module.blocks import select_modules
 from drivetrain.module.wrapping import user_class
+from drivetrain.runtime.codec import names_in_scripts
+from drivetrain.runtime.coders import class_name
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
@@ -181,7 +183,7 @@ class Method(Generic[C]):
     ) -> str | tuple[str, ...]:
         """Return one selector of modules or several, with classes as their full names, so that a plan holds only text."""
         several = given if isinstance(given, tuple) else (given,)
-        names = tuple(qualified_name(one) if isinstance(one, type) else one for one in several)
+        names = tuple(class_name(one) if isinstance(one, type) else one for one in several)
         if not names or not all(isinstance(name, str) and name for name in names):
             raise self.bad(key, given, expected)
         return names if isinstance(given, tuple) else names[0]
@@ -406,14 +408,10 @@ def is_whole(value: object, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def qualified_name(cls: type) -> str:
-    """Return the full name of a class, as plans write it."""
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
 def selected(model: nn.Module, value: object) -> Any:
     """Return selectors with full class names replaced by the classes of this model. Nothing is imported."""
-    classes = {qualified_name(cls): cls for module in model.modules() for cls in user_class(module).__mro__}
+    kinds = {cls for module in model.modules() for cls in user_class(module).__mro__}
+    classes = {name: cls for cls in kinds for name in names_in_scripts(cls)}
     if isinstance(value, tuple):
         return [classes.get(item, item) if isinstance(item, str) else item for item in value]
     return classes.get(value, value) if isinstance(value, str) else value

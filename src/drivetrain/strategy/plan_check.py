@@ -4,12 +4,12 @@ The plain model may be too large for a device, or be on the meta device and have
 first blocks of each family represents it, with its own weights or with random ones.
 """
 
-import copy
 import math
 
 import torch
 from torch import nn
 
+from drivetrain.module.probing import copy_model
 from drivetrain.module.tensor_trials import random_state_dict
 from drivetrain.runtime.collectives import agree_any, all_gather_values
 from drivetrain.runtime.device import device_memory, is_out_of_memory
@@ -24,6 +24,7 @@ from drivetrain.strategy.trial.checking import (
     planned_step,
     share_of_plan,
     train_window,
+    use_weights_of_first_rank,
     verdict,
 )
 from drivetrain.strategy.trial.report import OutcomeKind
@@ -53,6 +54,7 @@ def compare_plan(plan: Strategy, task: TrainingTask, model: nn.Module, device: t
     batch = resolved.batch_of(plan, task.global_batch_size)
     share = share_of_plan(resolved, batch)
     expected = None
+    use_weights_of_first_rank(model)
     try:
         expected = compute_reference_results(model.to(device), task, device, share.samples)
     except Exception as error:
@@ -64,7 +66,7 @@ def compare_plan(plan: Strategy, task: TrainingTask, model: nn.Module, device: t
     assert expected is not None
     mode = model.training
     ctx = task.shaped(model, resolved, batch)
-    found = planned_step(ctx, task.batch(share.samples), share, task.call, quiet=expected.is_quiet)
+    found = planned_step(ctx, task.rows, share, task.call, quiet=expected.is_quiet)
     kind, numbers = verdict(found, expected, resolved)
     if kind != "ok":
         return kind, numbers
@@ -93,8 +95,8 @@ def compare_with_fewer_blocks(
         text = f"{cause}, and {sum(counts)} of its blocks have {elements:,} elements"
         if elements > room:
             continue
-        memo = {id(model.get_submodule(name)): model.get_submodule(name) for name in gone}  # these are not copied
-        small = copy.deepcopy(model, memo)
+        kept_out = map(model.get_submodule, gone)
+        small = copy_model(model, {id(block): block for block in kept_out})
         cut_model(small, families, counts)
         if on_meta(small):
             _fill(small)

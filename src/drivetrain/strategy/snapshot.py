@@ -1,13 +1,13 @@
 """Record a model's structure and the settings of the process, to restore both when a plan fails halfway or has been tried.
 
-Nothing of the model is copied: classes, dictionaries and the storage of each parameter are kept by reference, and a plan replaces
+Nothing of the model is copied: classes, what containers hold and the storage of each parameter are kept by reference, and a plan replaces
 them instead of writing into them. The only exception is the broadcast of rank 0's values; it comes after all checks.
 
 A model on the meta device has nothing to record: here it gets memory and its first values.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,35 +17,58 @@ from torch import Tensor, nn
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.wrapping import parameter_places
 
+_Container = dict[object, object] | list[object] | set[object]
+
+
+class HeldValues:
+    """What dicts, lists and sets hold at one moment, with those inside them."""
+
+    def __init__(self, containers: Iterable[object]):
+        self._found: dict[int, tuple[_Container, list[object]]] = {}
+        waiting = list(containers)
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, dict | list | set) and id(value) not in self._found:
+                self._found[id(value)] = value, _content(value)
+                waiting += self._found[id(value)][1]
+
+    def restore(self) -> None:
+        """Restore them in place, because others may refer to them."""
+        for container, content in self._found.values():
+            if list(map(id, _content(container))) == list(map(id, content)):
+                continue
+            container.clear()
+            if isinstance(container, dict):
+                container.update(zip(content[::2], content[1::2]))
+            else:
+                (container.extend if isinstance(container, list) else container.update)(content)
+
+
+def _content(container: _Container) -> list[object]:
+    return [part for item in container.items() for part in item] if isinstance(container, dict) else list(container)
+
 
 class ModelSnapshot:
     """The structure of a model at one moment."""
 
     def __init__(self, model: nn.Module):
-        self.modules: list[tuple[nn.Module, type, dict[str, Any]]] = []
+        self.classes = [(module, type(module)) for module in model.modules()]
+        self.held = HeldValues(vars(module) for module in model.modules())
         self.tensors: list[tuple[Tensor, Tensor, bool, Tensor | None]] = []
-        for module in model.modules():
-            fields = {key: _shallow(value) for key, value in vars(module).items()}
-            self.modules.append((module, type(module), fields))
         for tensor in [*model.parameters(), *model.buffers()]:
             self.tensors.append((tensor, tensor.data, tensor.requires_grad, tensor.grad))
 
     def restore(self) -> None:
         """Restore every class, attribute and tensor."""
-        for module, cls, fields in self.modules:
+        for module, cls in self.classes:
             object.__setattr__(module, "__class__", cls)
-            vars(module).clear()
-            vars(module).update({key: _shallow(value) for key, value in fields.items()})
+        self.held.restore()
         with torch.no_grad():
             for tensor, data, requires_grad, grad in self.tensors:
                 tensor.grad = None
                 tensor.data = data
                 tensor.requires_grad_(requires_grad)
                 tensor.grad = grad
-
-
-def _shallow(value: object) -> object:
-    return value.copy() if isinstance(value, dict | set | list) else value
 
 
 @dataclass(frozen=True)

@@ -4,20 +4,21 @@ A task can be sent to another process: every field is a module, plain data or an
 Trainer each make one. Profile, simulation and trials know nothing else about the loop.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import DataLoader, default_collate, default_convert
 
 from drivetrain.context.context import Context
 from drivetrain.core.types import Batch, Settings
 from drivetrain.module.compilation import LossGraph
 from drivetrain.module.loss_items import UNKNOWN, LossItems
-from drivetrain.module.probing import eval_mode
+from drivetrain.module.probing import copy_model, eval_mode
+from drivetrain.runtime.seeds import capture_rng, same_state
 from drivetrain.strategy.apply import Application, LossFunc, PrepareInput, prepared_input, shape
 from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
@@ -26,6 +27,16 @@ from drivetrain.strategy.stepping import finish
 
 ParameterGroups = Callable[[nn.Module], Iterable[nn.Parameter] | Iterable[Settings]]
 """What an optimizer trains of a model."""
+
+NUM_SAMPLES = 32
+"""Number of samples that a search and a trial use; they repeat if more are needed."""
+
+
+class Uncollated(NamedTuple):
+    """Samples that only their loader's function can join: a batch of graphs, or of images of any size, is not cut along a dimension."""
+
+    rows: list[Any]
+    collate: Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +55,7 @@ class TrainingTask:
     optim_args: Mapping[str, Any] = field(default_factory=dict)
     optim_param_func: ParameterGroups | None = None
     samples: Batch = None
-    """Some samples as a loader yields them: nested containers whose tensors have samples along the first dimension."""
+    """Some samples as a loader yields them: nested containers whose tensors have samples along the first dimension; or `Uncollated`."""
     global_batch_size: int = 1
     find_unused_parameters: bool = False
     count_items: Callable[[Any], Any] | None = None
@@ -60,17 +71,31 @@ class TrainingTask:
             return self.model_fn()
         if self.model is None:
             raise ValueError("a task needs model or model_fn.")
-        return copy.deepcopy(self.model)
+        return copy_model(self.model)
 
     def batch(self, size: int) -> Any:
         """Return `size` samples as a loader yields them, repeated if there are fewer."""
+        return self.rows(range(size))
+
+    def rows(self, numbers: Iterable[int]) -> Any:
+        """Return the samples with these numbers as a loader yields them; the first follows the last."""
         have = self.sample_count
-        rows = slice(size) if size <= have else [index % max(1, have) for index in range(size)]
-        return take_rows(self.samples, have, rows)
+        chosen = [number % max(1, have) for number in numbers]
+        if isinstance(self.samples, Uncollated):
+            return self.samples.collate([self.samples.rows[number] for number in chosen])
+        return tree_map_only(
+            Tensor, lambda tensor: tensor[chosen] if tensor.shape[:1] == (have,) else tensor, self.samples
+        )
+
+    def joined(self) -> Any:
+        """Return all samples as a loader yields them."""
+        return self.batch(self.sample_count) if isinstance(self.samples, Uncollated) else self.samples
 
     @property
     def sample_count(self) -> int:
         """The number of available samples."""
+        if isinstance(self.samples, Uncollated):
+            return len(self.samples.rows)
         sizes = [leaf.shape[0] for leaf in tree_leaves(self.samples) if isinstance(leaf, Tensor) and leaf.ndim > 0]
         return max(sizes, default=0)
 
@@ -130,9 +155,33 @@ class TrainingTask:
             return self.call(model, inputs)
 
 
-def take_rows(batch: Batch, count: int, rows: list[int] | slice) -> Any:
-    """Return some of the `count` samples of a batch."""
-    return tree_map_only(Tensor, lambda tensor: tensor[rows] if tensor.shape[:1] == (count,) else tensor, batch)
+def read_samples(dataset: Any, collate: Callable[[Any], Any] | None = None, count: int | None = NUM_SAMPLES) -> Any:
+    """Return the first samples of a dataset as a loader yields them, or `Uncollated` where that cannot be cut into samples again.
+
+    `count` is None for a dataset of whole batches.
+    """
+    if count is None:
+        return (collate or default_convert)(dataset[0])
+    read = next(iter(DataLoader(dataset, batch_size=count, collate_fn=list)))
+    rows = [row for row in read if row is not None]  # a function that joins rows leaves those out
+    join = collate or default_collate
+    before = capture_rng()
+    try:
+        joined = join(rows)
+    except Exception:  # rows that a sampler puts into different batches
+        rows = rows[:1]
+        joined = join(rows)
+    is_random = not same_state(before, capture_rng())  # joined again, the rows would be others
+    is_whole = join is default_collate or is_random or joined is None
+    return joined if is_whole or _can_be_cut(joined, len(rows), join(rows[:1])) else Uncollated(rows, join)
+
+
+def _can_be_cut(joined: Batch, count: int, single: Batch) -> bool:
+    """Return whether the tensors of `count` joined rows have them along the first dimension, or are the same for a single row."""
+    pairs = [[leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)] for batch in (joined, single)]
+    has_rows = [many[:1] == (count,) and one[:1] == (1,) for many, one in zip(*pairs)]
+    is_known = len(pairs[0]) == len(pairs[1]) and any(has_rows)
+    return is_known and all(has or many == one for has, many, one in zip(has_rows, *pairs))
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,7 @@ class Strategy:
             )
         memory = "memory is the earlier prediction in proportion" if predicted else "memory is not predicted"
         reasons = [text for text in self.reasons if not text.startswith("rescale:")]
-        reasons.append(f"rescale: for {world_size} processes; {memory}, and times were left out")
+        reasons.append(f"rescale: for a world of {world_size}; {memory}, and times were left out")
         result = replace(
             self, opt_list=entries, mesh=mesh, batch=batch, predicted=predicted, measured=None, fingerprint=None,
             evidence="modelled" if predicted else "given", reasons=tuple(reasons), rejected=(), search=None,

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from drivetrain.context.context import Context
 from drivetrain.core.arguments import check_callable
@@ -36,7 +35,7 @@ from drivetrain.strategy.reading import reject_pickle_name
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
 from drivetrain.strategy.search.constraints import NUMERICS, SearchConstraints, with_included
 from drivetrain.strategy.stepping import PlannedLoader, PlannedOptimizer, PlannedScheduler, make_loader
-from drivetrain.strategy.task import CallModel, ParameterGroups, TrainingTask
+from drivetrain.strategy.task import CallModel, ParameterGroups, TrainingTask, read_samples
 from drivetrain.strategy.trial.checking import NOT_EXACT
 from drivetrain.strategy.trial.memory import watch_memory
 from drivetrain.strategy.trial.process import reject_inside_trial
@@ -44,8 +43,6 @@ from drivetrain.strategy.value import Strategy, changes_since, fingerprint
 from drivetrain.train import loaders
 from drivetrain.train.items import counts_rows_alike
 
-SAMPLES = 32
-"""Number of samples that a search and a trial use; they repeat if more are needed."""
 _FORMATS = (None, "unpack_sequence", "unpack_dict")
 
 
@@ -118,6 +115,11 @@ class Options:
             check_callable("count_items", self.count_items, "a function of the prepared input that returns a count")
         if self.numerics not in NUMERICS:
             raise ConfigError(f"numerics={self.numerics!r}: expected 'exact', 'mixed' or 'low'.")
+        if self.world_size is not None and not (self.plan_only and is_whole(self.world_size)):
+            raise ConfigError(
+                f"world_size={self.world_size!r}: expected a whole number of at least 1, together with plan_only=True. A plan that is "
+                "applied is for the processes that were started."
+            )
         if self.sample_batch is not None and self.batch_size is None:
             raise ConfigError(
                 "sample_batch was given without batch_size, the number of samples in a global batch. Pass both."
@@ -264,7 +266,7 @@ class _Request:
     def world(self) -> int:
         """For how many processes the plan is."""
         options = self.options
-        return options.world_size if options.plan_only and options.world_size else get_num_processes()
+        return get_num_processes() if options.world_size is None else options.world_size
 
     @property
     def has_data(self) -> bool:
@@ -417,23 +419,25 @@ class _Request:
     def _dry_run(self, plan: Strategy, device: torch.device, batch: BatchSplit | None) -> DryRunOutcome:
         if self.options.ignore_dryrun_on_load_strategy:
             return DryRunOutcome(notes=("dry run: skipped, because ignore_dryrun_on_load_strategy is set",))
-        needs = {"optim_func": self.given.optim_func, "loss_func": self.given.loss_func, "data": self.has_data}
-        if missing := [name for name, there in needs.items() if not there]:
+        needs = {
+            "optim_func": self.given.optim_func,
+            "loss_func": self.given.loss_func,
+            "readable data": self.task.samples,
+        }
+        if missing := [name for name, there in needs.items() if there is None]:
             return DryRunOutcome(notes=(f"dry run: skipped, because there is no {' and no '.join(missing)}",))
         return verify_plan(plan, self.task, device=device, batch=batch)
 
     def _samples(self) -> object:
         """Return a few samples as a loader yields them, the same on all ranks; reading them disturbs no random state."""
         if self.dataset is not None:
-            with preserve_rng_state():
-                return read_samples(self.dataset, self.loader_args.get("collate_fn"))
+            try:
+                with preserve_rng_state():
+                    return read_samples(self.dataset, self.loader_args.get("collate_fn"))
+            except Exception:  # the first batch raises it again, unless a sampler leaves those samples out
+                return None
         if not self.options.expand_sample_batch:
             return self.options.sample_batch
         from torch.utils._pytree import tree_map_only
 
         return tree_map_only(torch.Tensor, lambda tensor: tensor.unsqueeze(0), self.options.sample_batch)
-
-
-def read_samples(dataset: Any, collate: Callable[..., object] | None = None, count: int = SAMPLES) -> object:
-    """Return the first samples of a dataset, collated."""
-    return next(iter(DataLoader(dataset, batch_size=count, collate_fn=collate)))

@@ -29,7 +29,7 @@ from drivetrain.core.event import Event
 from drivetrain.core.types import Settings
 from drivetrain.module.compilation import GRAPH_MODES, LossGraph
 from drivetrain.module.precision import PRECISIONS, Precision, parse_precision
-from drivetrain.module.wrapping import unwrap
+from drivetrain.module.wrapping import unwrap, wrapping_of
 from drivetrain.runtime.ranks import data_group, data_rank, get_num_processes, is_master, num_data_ranks
 from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import preserve_rng_state
@@ -41,13 +41,12 @@ from drivetrain.strategy.registry import method_names
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
 from drivetrain.strategy.search.constraints import SearchConstraints
 from drivetrain.strategy.search.decision import plain_plan
-from drivetrain.strategy.task import TrainingTask
+from drivetrain.strategy.task import NUM_SAMPLES, TrainingTask, Uncollated, read_samples
 from drivetrain.strategy.trial.process import reject_inside_trial
 from drivetrain.strategy.value import Strategy, fingerprint
 from drivetrain.train import loaders
 from drivetrain.train.arguments import check_graphs
-from drivetrain.train.auto import read_samples
-from drivetrain.train.batches import BatchForm, CallByForm, LossByForm, WholeForm
+from drivetrain.train.batches import BatchForm, CallByForm, LossByForm, WholeForm, batch_size_of
 from drivetrain.train.closures import requires_closure
 from drivetrain.train.joint_step import LOSS_HOOKS, loss_graph_of
 from drivetrain.train.resuming import ddp_settings
@@ -176,8 +175,9 @@ def apply_strategy(trainer: "Trainer") -> None:
 def _apply(request: PlanRequest) -> tuple[Strategy, Application]:
     """Find or read the plan, check it against the loop, and apply it to the State. Return the applied plan."""
     model, world = request.state.model, get_num_processes()
-    check_model(model, "Trainer(strategy=)")
     is_auto = isinstance(request.strategy, str) and request.strategy == "auto"
+    if not is_auto or request.strict or wrapping_of(model) is not None:
+        check_model(model, "Trainer(strategy=)")
     if not is_auto:
         with naming("strategy", request.strategy):
             plan = Strategy.load(request.strategy)
@@ -185,9 +185,9 @@ def _apply(request: PlanRequest) -> tuple[Strategy, Application]:
         plan = Strategy.load(request.file)
     else:
         plan = search_plan(request)
-    if plan.mesh is not None and mesh_size(plan.mesh) != world:
-        plan = plan.rescale(world)
     try:
+        if plan.mesh is not None and mesh_size(plan.mesh) != world:
+            plan = plan.rescale(world)
         resolved = resolve_plan(plan, model=model, device=request.device, world=world, strict=request.strict)
         _check(request, resolved)
     except StrategyError as error:
@@ -215,6 +215,13 @@ def _verify(request: PlanRequest, plan: Strategy, resolved: ResolvedPlan) -> tup
     if obstacle is not None:
         return (f"dry run: skipped, because {obstacle}",)
     micro, accumulation = resolved.batch_split
+    if (micro or accumulation) and isinstance(task.samples, Uncollated):
+        rows, found = task.sample_count, batch_size_of(None, task.joined())
+        if rows != found:
+            raise UnsupportedMethodError(
+                f"micro_batch: the Trainer cuts the first dimension of tensors, but {rows} samples that the collate_fn joins have {found} "
+                "rows there. Remove micro_batch, or use auto_accelerate, whose loader joins the samples of each micro-batch."
+            )
     parts = resolved.data_ranks * (accumulation or 1)
     rows = micro or max(1, task.global_batch_size // parts)
     outcome = try_plan(plan, replace(task, global_batch_size=parts * rows), device=request.device)
@@ -226,8 +233,9 @@ def _verify(request: PlanRequest, plan: Strategy, resolved: ResolvedPlan) -> tup
 def _run_samples(request: PlanRequest, model: nn.Module) -> object:
     """Return a model's outputs for a few samples of the training data."""
     with preserve_rng_state():
-        samples = read_samples(*_source(request), count=8)
-        return TrainingTask(call=CallByForm(request.form_of(samples, model)), samples=samples).run_samples(model)
+        samples = read_samples(*_source(request))
+        first = TrainingTask(call=nn.Module.__call__, samples=samples).batch(1)
+        return TrainingTask(call=CallByForm(request.form_of(first, model)), samples=samples).run_samples(model)
 
 
 def _check(request: PlanRequest, resolved: ResolvedPlan) -> None:
@@ -327,7 +335,10 @@ def search_plan(request: PlanRequest) -> Strategy:
     model, device, world = request.state.model, request.device, get_num_processes()
     constraints = constraints_of(request)
     task, obstacle = make_task(request)
+    if task.samples is None or isinstance(task.samples, Uncollated):  # the loop could not cut them
+        constraints = replace(constraints, excluded=constraints.excluded | {"micro_batch"})
     try:
+        check_model(model, "strategy='auto'")  # a part may be compiled by the model's own code
         plan = find_plan(task, device=device, world=world, constraints=constraints, on_progress=request.report)
         notes = [] if obstacle is None else [f"search: no plan was tried, because {obstacle}"]
         if request.state.algorithms:
@@ -374,7 +385,7 @@ def constraints_of(request: PlanRequest) -> SearchConstraints:
 def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:
     """Return the training task, and why it cannot be tried, or None if it can."""
     model, given = request.state.model, request.settings
-    dataset, collate = _source(request)
+    dataset, collate, count = _source(request)
     source = request.dataset
     is_foreign = loaders.is_ready_loader(source) and not isinstance(source, DataLoader | loaders.DataLoaderSlice)
     if is_foreign or not (isinstance(dataset, Dataset) or _has_items(dataset)):
@@ -382,12 +393,18 @@ def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:
             f"strategy='auto' needs a few samples, but reading them from a {type(source).__name__} would consume them. Give train() a "
             "dataset or a torch DataLoader, or give the plan."
         )
-    with preserve_rng_state():
-        samples = read_samples(dataset, collate)
-    form, settings = request.form_of(samples, model), Settings()
     obstacles = [
         f"the Trainer overrides {name}, which runs only in the Trainer itself" for name in request.overridden_hooks
     ]
+    task = TrainingTask(model=model, call=nn.Module.__call__)
+    try:
+        with preserve_rng_state():
+            task = replace(task, samples=read_samples(dataset, collate, count))
+            first = task.joined()
+    except Exception as error:  # the first batch raises it again, unless a sampler leaves those samples out
+        obstacles.append(f"the first samples could not be read ({type(error).__name__}: {error})")
+        task, first = replace(task, samples=None), None
+    form, settings = None if first is None else request.form_of(first, model), Settings()
     if isinstance(form, WholeForm):
         obstacles.append("the model computes its own loss(outputs, batch), which a trial cannot call")
     if request.torch_optimizer is not None:
@@ -395,12 +412,11 @@ def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:
         settings = {"optim_func": recipe.build, "optim_args": recipe.settings, "optim_param_func": recipe.groups}
     else:
         obstacles.append(f"the optimizer is a {type(request.optimizer).__name__}, which a trial cannot create again")
-    size = getattr(request.loader, "batch_size", None) or given.per_device_batch_size
-    task = TrainingTask(
-        model=model,
-        call=CallByForm(form),
-        loss_func=None if obstacles else LossByForm(form, request.state.loss_fn),
-        samples=samples,
+    size = _loader_batch_size(request) or (given.per_device_batch_size if count else max(1, task.sample_count))
+    task = replace(
+        task,
+        call=task.call if form is None else CallByForm(form),
+        loss_func=None if form is None or obstacles else LossByForm(form, request.state.loss_fn),
         global_batch_size=given.global_batch_size or size * num_data_ranks(),
         loss_graph=request.loss_graph,
         **settings,
@@ -408,12 +424,22 @@ def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:
     return with_counted_loss(task), next(iter(obstacles), None)
 
 
-def _source(request: PlanRequest) -> tuple[Any, Callable[..., object] | None]:
-    """Return the training dataset and what makes a batch of its samples."""
+def _source(request: PlanRequest) -> tuple[Any, Callable[..., object] | None, int | None]:
+    """Return the training dataset, what makes a batch of its samples, and how many to read: None where each item is a batch."""
     source, collate = request.dataset, request.collate
-    if loaders.is_ready_loader(source):
-        return getattr(source, "dataset", source), getattr(source, "collate_fn", collate)
-    return source, collate
+    if not loaders.is_ready_loader(source):
+        return source, collate, NUM_SAMPLES
+    has_batches = getattr(source, "batch_sampler", source) is None
+    count = None if has_batches else NUM_SAMPLES
+    return getattr(source, "dataset", source), getattr(source, "collate_fn", collate), count
+
+
+def _loader_batch_size(request: PlanRequest) -> int | None:
+    """Return the batch size per process of the training loader, or None without one, or where its batches may have any size."""
+    loader = request.dataset if request.loader is None else request.loader
+    if not loaders.is_ready_loader(loader):
+        return None
+    return loaders.batch_size_of_loader(loader) or loaders.batch_size_of_loader(getattr(loader, "batch_sampler", None))
 
 
 def _has_items(dataset: object) -> bool:

@@ -81,8 +81,9 @@ class FusedOptimizer(Method):
     is_minor = is_simple = sets_update_loop = leaves_no_trace = True
 
     def options(self, scope: "SearchScope") -> list[Option]:
-        is_chosen = any(scope.task.optim_args.get(key) is not None for key in ("fused", "foreach"))
-        return self.flag_options(scope, scope.task.optim_func in _FUSED and not is_chosen)
+        recipe, model = scope.task.recipe(), scope.task.model or nn.Module()
+        is_fused = recipe is not None and recipe.build in _FUSED and _why_unchanged(recipe, model) is None
+        return self.flag_options(scope, is_fused)
 
     def may_be_left_out(self, scope: "SearchScope") -> bool:
         return scope.world <= _SMALL_WORLD
@@ -176,7 +177,6 @@ class CpuThreads(Method):
 
     def apply(self, ctx: "Application", config: CpuThreadsConfig) -> None:
         torch.set_num_threads(config.threads or cpu_share())
-        ctx.note("cpu_threads: applies to the whole process")
 
 
 def cpu_share() -> int:

@@ -93,8 +93,11 @@ class AmpNative(SixteenBits):
         return None
 
     def options(self, scope: "SearchScope") -> list[Option]:
-        dtype = sixteen_bits(scope)
-        is_offered = scope.must(self.name) or (dtype in scope.machine.flops and scope.usable(self))
+        dtype, model = sixteen_bits(scope), scope.task.model
+        has_effect = model is None or any(
+            p.dtype != torch.float64 for p in model.parameters()
+        )  # autocast leaves those alone
+        is_offered = scope.must(self.name) or (has_effect and dtype in scope.machine.flops and scope.usable(self))
         return [((self.name, scope.config(self, dtype=dtype)),)] if is_offered else []
 
     def settled(self, config: AmpConfig, candidate: "Candidate") -> AmpConfig:
@@ -153,7 +156,6 @@ class Tf32(Method):
         backends: Any = torch.backends
         for backend in (backends.cudnn.conv, backends.cudnn.rnn):
             backend.fp32_precision = "tf32"
-        ctx.note("tf32: applies to the whole process")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ memory), which `GradientBuckets` reimplements in Python.
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from drivetrain.runtime.ranks import data_group, is_distributed
 from drivetrain.runtime.seeds import preserve_rng_state
 from drivetrain.strategy.profile.operations import tensors_of
 from drivetrain.strategy.profile.torch_private import fake_mode, faked, is_fake, operation_rules
-from drivetrain.strategy.snapshot import ProcessSettings
+from drivetrain.strategy.snapshot import HeldValues, ProcessSettings
 
 if TYPE_CHECKING:
     from drivetrain.strategy.profile.torch_private import FakeTensorMode, Operation
@@ -104,39 +104,13 @@ def preserve_model_state(model: nn.Module | None) -> Iterator[None]:
 
     A fake tensor that stayed there would end the process as soon as somebody copies the model.
     """
-    settings, held = ProcessSettings.capture(), _containers([] if model is None else map(vars, model.modules()))
+    settings, held = ProcessSettings.capture(), HeldValues([] if model is None else map(vars, model.modules()))
     with preserve_rng_state():
         try:
             yield
         finally:
             settings.restore()
-            for container, content in held:
-                if list(map(id, _content(container))) == list(map(id, content)):
-                    continue
-                container.clear()
-                if isinstance(container, dict):
-                    container.update(zip(content[::2], content[1::2]))
-                else:
-                    (container.extend if isinstance(container, list) else container.update)(content)
-
-
-_Container = dict[object, object] | list[object] | set[object]
-
-
-def _containers(values: Iterable[object]) -> list[tuple[_Container, list[object]]]:
-    """Return the dicts, lists and sets among some values and inside them, each with what it holds."""
-    found: dict[int, tuple[_Container, list[object]]] = {}
-    waiting = list(values)
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict | list | set) and id(value) not in found:
-            found[id(value)] = value, _content(value)
-            waiting += found[id(value)][1]
-    return list(found.values())
-
-
-def _content(container: _Container) -> list[object]:
-    return [part for item in container.items() for part in item] if isinstance(container, dict) else list(container)
+            held.restore()
 
 
 def prepared_inputs(task: "TrainingTask", size: int, mode: "FakeTensorMode") -> Any:

@@ -285,8 +285,8 @@ class _LayerWork(NamedTuple):
 
 def _sample_shape(task: TrainingTask) -> tuple[int | None, float, float]:
     """Return sequence length, pixels and bytes of one sample."""
-    tensors = [tensor for tensor in tensors_of(task.samples) if tensor.ndim > 0]
     count = max(task.sample_count, 1)
+    tensors = [tensor for tensor in tensors_of(task.batch(count)) if tensor.ndim > 0]
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / count
     pictures = [tensor for tensor in tensors if tensor.ndim >= 4]
     if pictures:

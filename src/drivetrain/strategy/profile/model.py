@@ -56,7 +56,13 @@ from drivetrain.strategy.profile.findings import (
 )
 from drivetrain.strategy.profile.operations import fused, tensors_of, work_of
 from drivetrain.strategy.profile.step_memory import StepMemory, mean_of_outputs
-from drivetrain.strategy.profile.torch_private import ROUNDING, captured_saved_bytes, fake_mode, traced_saved_bytes
+from drivetrain.strategy.profile.torch_private import (
+    ROUNDING,
+    captured_saved_bytes,
+    fake_mode,
+    silence_torch_logging,
+    traced_saved_bytes,
+)
 from drivetrain.strategy.profile.unit_recorder import OperationList, UnitRecorder, hooked
 from drivetrain.strategy.profile.values import ARITHMETICS, COMPILED, FUSED, PARTS, ModelProfile, line_through
 from drivetrain.strategy.task import TrainingTask
@@ -91,7 +97,7 @@ class ModelProfiler:
     def profile(self, parts: Collection[str] = (), *, time_limit: float | None = None) -> ModelProfile:
         """Return the profile with further parts: names of `PARTS`. Parts requested before are not tried again."""
         kept = preserve_model_state(self.task.model)
-        with kept, accelerator_rules(), _no_cycles_collected(), warnings.catch_warnings():
+        with kept, accelerator_rules(), _no_cycles_collected(), silence_torch_logging(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user's code warns in the real run
             return self._profile(parts, Deadline(time_limit))
 

@@ -208,8 +208,7 @@ def traced_saved_bytes(function: Callable[..., Tensor], inputs: object) -> float
     backend = aot_autograd(**_as_inductor_does(partition))
     before = seen()
     try:
-        with silence_torch_logging():
-            torch.compile(function, backend=backend, dynamic=False)(inputs)
+        torch.compile(function, backend=backend, dynamic=False)(inputs)
     finally:
         for code in seen() - before:
             reset_code(code)

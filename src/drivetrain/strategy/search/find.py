@@ -29,7 +29,7 @@ from drivetrain.strategy.search.constraints import SearchConstraints, budget_byt
 from drivetrain.strategy.search.decision import Comparison, Measurement, choose, summary
 from drivetrain.strategy.search.knowledge import Knowledge, likely_mispredicted, run_on_master
 from drivetrain.strategy.search.measure import PLENTY, Measuring, SearchTime, measuring_order
-from drivetrain.strategy.search.plan_cache import cache_plan, find_cached_plan
+from drivetrain.strategy.search.plan_cache import cache_plan, find_cached_plan, plan_file
 from drivetrain.strategy.search.ranking import TIE, Scored, order, preferred, promising
 from drivetrain.strategy.search.space import SearchScope, SearchSpace, build_space
 from drivetrain.strategy.task import TrainingTask
@@ -67,7 +67,10 @@ def find_plan(
     Only wrong input raises otherwise. What an equal search found before is returned at once, see `plan_cache`.
     """
     search = _Search(task, device, world, constraints, on_progress)
-    if (kept := find_cached_plan(task, device, world, constraints)) is not None:
+    file = plan_file(
+        task, device, world, constraints
+    )  # before a search calls what a user wrote, which may keep a count
+    if (kept := find_cached_plan(file, task, device, world, constraints)) is not None:
         search.log_search_result(kept)
         return kept
     try:
@@ -81,7 +84,7 @@ def find_plan(
     if constraints.strict and plan.failure is not None:
         raise PlanInfeasible(plan.failure.message)
     if plan.failure is None and (plan.measured is not None or search.reason is not None):
-        cache_plan(plan, task, device, world, constraints)
+        cache_plan(file, plan, task, device, world)
     search.log_search_result(plan)
     return plan
 
@@ -151,6 +154,15 @@ class _Search:
         too_large = {item.candidate for item in compared.simulated if item.peak > budget}
         others = [item for item in compared.fitting if item.candidate not in too_large]
         chosen = self._unmeasured([*ranked, *others], compared.plain or ranked[0], compared.measurements)
+        if compared.measurements:
+            if {one.result.outcome for one in compared.measurements} - {
+                "oom",
+                "timeout",
+            } and compared.plain is not None:
+                chosen = compared.plain  # after errors nothing is trusted that was not tried
+            notes.append(
+                f"search: no trial succeeded, so {'a prediction' if chosen.methods else 'the plain model'} is used"
+            )
         return compared.chosen_plan(chosen, None, notes)
 
     def _completed(self, best: Measurement) -> tuple[Measurement, list[str]]:
@@ -351,7 +363,12 @@ class _Search:
             return "the plan is for another machine"
         if self.clock.limit == 0:
             return "time_limit is 0"
-        missing = [name for name in ("loss_func", "optim_func", "samples") if getattr(self.task, name) is None]
+        needs = {
+            "loss_func": self.task.loss_func,
+            "optim_func": self.task.optim_func,
+            "readable data": self.task.samples,
+        }
+        missing = [name for name, there in needs.items() if there is None]
         return f"there is no {' and no '.join(missing)}" if missing else None
 
     def _unmeasured(self, fitting: Sequence[Scored], last: Scored, found: Sequence[Measurement]) -> Scored:

@@ -61,12 +61,12 @@ class CachedPlan:
 
 
 def find_cached_plan(
-    task: TrainingTask, device: torch.device, world: int, constraints: SearchConstraints
+    file: Path | None, task: TrainingTask, device: torch.device, world: int, constraints: SearchConstraints
 ) -> Strategy | None:
     """Return the plan of an earlier search if it can be used now. Every rank calls it and gets the same result."""
-    if not _is_on(constraints):
+    if not all(all_gather_values(file is not None)):
         return None
-    found = _read(_path(task, device, world, constraints)) if is_master() else None
+    found = _read(file) if file is not None and is_master() else None
     kept: CachedPlan | None = broadcast_from_master(found)
     if kept is None:
         return None
@@ -82,13 +82,10 @@ def find_cached_plan(
     return replace(plan, reasons=(*plan.reasons, text))
 
 
-def cache_plan(
-    plan: Strategy, task: TrainingTask, device: torch.device, world: int, constraints: SearchConstraints
-) -> None:
+def cache_plan(file: Path | None, plan: Strategy, task: TrainingTask, device: torch.device, world: int) -> None:
     """Save a plan for the next start. If the folder cannot be written, the next start searches again."""
-    if not _is_on(constraints) or not is_master():
+    if file is None or not is_master():
         return
-    path = _path(task, device, world, constraints)
     with suppress(OSError, DrivetrainError):  # a configuration may hold a function, which JSON cannot
         held = {
             "format": _FORMAT,
@@ -99,9 +96,9 @@ def cache_plan(
             "batch": task.global_batch_size,
             "plan": plan.to_json(),
         }
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         text = json.dumps({**held, "digest": _digest(held)})
-        replace_bytes(path, text.encode(), mode=0o600, durable=False)
+        replace_bytes(file, text.encode(), mode=0o600, durable=False)
 
 
 def cached_plans() -> list[CachedPlan]:
@@ -120,11 +117,6 @@ def clear_plans() -> int:
 
 def _files() -> list[Path]:
     return sorted(cache_folder().glob("plan-*.json"))
-
-
-def _is_on(constraints: SearchConstraints) -> bool:
-    is_elsewhere = constraints.plan_only or constraints.spec is not None or constraints.start is not None
-    return os.environ.get(SWITCH, "1") != "0" and not is_elsewhere
 
 
 def _fits(plan: Strategy, device: torch.device, world: int, constraints: SearchConstraints) -> bool:
@@ -156,10 +148,18 @@ def _digest(values: object) -> str:
 # What a plan depends on.
 
 
-def _path(task: TrainingTask, device: torch.device, world: int, constraints: SearchConstraints) -> Path:
+def plan_file(task: TrainingTask, device: torch.device, world: int, constraints: SearchConstraints) -> Path | None:
+    """Return where the plan of a search is cached; None where the cache is off, or a user's object cannot be described."""
+    is_elsewhere = constraints.plan_only or constraints.spec is not None or constraints.start is not None
+    if os.environ.get(SWITCH, "1") == "0" or is_elsewhere:
+        return None
+    try:
+        described = [[_described(getattr(one, item.name)) for item in fields(one)] for one in (task, constraints)]
+    except Exception:  # such as a `__repr__` that fails
+        return None
     identity = {
-        "task": [_described(getattr(task, item.name)) for item in fields(task)],
-        "constraints": [_described(getattr(constraints, item.name)) for item in fields(constraints)],
+        "task": described[0],
+        "constraints": described[1],
         "machine": [device_name(device), device.type, driver_version(device), usable_cpus(), torch.get_num_threads()],
         "world": world,
         "versions": [torch.__version__, platform.python_version(), _own_version(), sorted(method_names())],

@@ -151,8 +151,9 @@ def rejection(item: Scored, chosen: float, budget: float) -> str:
     """Return why a candidate was not chosen, with its numbers."""
     if item.peak > budget:
         return f"{item.label}: needs {format_bytes(item.peak)} of {format_bytes(budget)}"
-    text = f"{item.label}: predicted {item.seconds * 1e3:.4g} ms a step, {(item.seconds / chosen - 1) * 100:+.0f} %"
-    return text if item.seconds >= chosen else f"{text}, but not tried"
+    change = round((item.seconds / chosen - 1) * 100)
+    text = f"{item.label}: predicted {item.seconds * 1e3:.4g} ms a step, {change:+} %"
+    return text if change >= 0 else f"{text}, but not tried"
 
 
 def contrasting(

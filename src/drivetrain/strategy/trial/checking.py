@@ -23,14 +23,14 @@ from drivetrain.core.types import Batch
 from drivetrain.module.distributed_tensors import whole_tensor
 from drivetrain.module.probing import attributes_set, restore_buffers_after
 from drivetrain.module.wrapping import unwrap
-from drivetrain.runtime.collectives import all_gather_values
+from drivetrain.runtime.collectives import all_gather_values, broadcast_from_master
 from drivetrain.runtime.device import is_out_of_memory
 from drivetrain.runtime.ranks import data_rank
 from drivetrain.runtime.seeds import capture_rng, restore_rng, same_state, set_seed
 from drivetrain.strategy.apply import Application
 from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.resolve import ResolvedPlan
-from drivetrain.strategy.task import TrainingTask, take_rows
+from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.per_parameter import (
     Finding,
     PerParameter,
@@ -56,6 +56,17 @@ _ROUNDING = 1e-5
 """Where the loss of a batch differs by more than this from the mean of the losses of its halves, it is not a mean over samples."""
 _PARTS = 8.0
 """How much further than two halves the parts of a plan may be from the whole, for a loss that cannot be divided exactly."""
+
+
+@torch.no_grad()
+def use_weights_of_first_rank(model: nn.Module) -> None:
+    """Give all ranks the weights of rank 0, as applying a plan does: without a seed each rank has built a model of its own."""
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    sums = [float((tensor.abs() if tensor.is_complex() else tensor).double().sum()) for tensor in tensors]
+    if len(set(map(repr, all_gather_values(sums)))) == 1:
+        return
+    for tensor in tensors:
+        tensor.copy_(broadcast_from_master(tensor))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +187,7 @@ def _yardstick(
         total, middle, with_gradients = 0.0, samples // 2, not task.is_counted
         with torch.set_grad_enabled(with_gradients):
             for rows in (range(middle), range(middle, samples)):
-                half = loss_of(take_rows(batch, samples, list(rows))) * (len(rows) / samples)
+                half = loss_of(task.rows(rows)) * (len(rows) / samples)
                 total += plain_number(half)
                 if with_gradients:
                     half.backward()
@@ -230,7 +241,7 @@ def _is_deterministic_in_training(
 
 def planned_step(
     ctx: Application,
-    batch: Batch,
+    take: Callable[[list[int]], Batch],
     share: Share,
     call: Callable[..., Any],
     *,
@@ -238,8 +249,9 @@ def planned_step(
     quiet: bool = False,
     repeats: int = 1,
 ) -> Measured:
-    """Run one update of a planned model on `batch`, the samples of a `Share`, and return the gradients and updates of each
-    parameter.
+    """Run one update of a planned model on the samples of a `Share`, and return the gradients and updates of each parameter.
+
+    `take` returns samples by their numbers.
 
     A pipeline runs forward and backward in one call, in training mode only: there its shell trains while the layers evaluate. `quiet` is
     how the plain model was compared, see `comparing`. `repeats` takes the samples of a pass several times, so that it has the shape of
@@ -258,7 +270,7 @@ def planned_step(
             for index in range(length):
                 set_seed(_SEED)
                 rows = share.rows_of(index * (share.parts // length) + rank) * repeats
-                inputs = ctx.prepared(take_rows(batch, share.samples, rows))
+                inputs = ctx.prepared(take(rows))
                 amount = float(stepping.amount(stepping.items_of(inputs)))
                 total, items = total + amount * plain_number(_backward(ctx, inputs, call)), items + amount
                 if index < length - 1:

@@ -35,6 +35,7 @@ from drivetrain.strategy.trial.checking import (
     planned_step,
     share_of_plan,
     train_window,
+    use_weights_of_first_rank,
     verdict,
 )
 from drivetrain.strategy.trial.memory import MemoryMeter
@@ -106,6 +107,8 @@ class _TimedTrial:
         order, task = self.order, self.task
         self.tell("phase", name="build")
         model = task.build()
+        if order.verify:
+            use_weights_of_first_rank(model)
         resolved = resolve_plan(order.plan, model=model, device=self.device)
         batch = resolved.batch_of(order.plan, task.global_batch_size)
         share = share_of_plan(resolved, batch)
@@ -174,7 +177,7 @@ class _TimedTrial:
         as_trained = is_steady and batch.micro % share.rows == 0 and ctx.stepping.pipeline is None
         repeats = batch.micro // share.rows if as_trained else 1
         found = planned_step(
-            ctx, self.task.batch(share.samples), share, self.task.call,
+            ctx, self.task.rows, share, self.task.call,
             training=as_trained, quiet=expected is not None and expected.is_quiet, repeats=repeats,
         )  # fmt: skip
         if self.is_compiled and not as_trained and self.may_reset:
