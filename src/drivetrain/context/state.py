@@ -133,6 +133,7 @@ class State(Context):
     @max_duration.setter
     def max_duration(self, value: TimeLike | None) -> None:
         self._max_duration = None if value is None else ensure_time(value, TimeUnit.EPOCH)
+        self._planned_duration = self._max_duration
 
     def get_elapsed_duration(self) -> Time | None:
         """Return how much of the run is done, as a fraction (`dur`), or None when its length is not known."""
@@ -141,7 +142,16 @@ class State(Context):
 
     def stop_training(self) -> None:
         """End the run after the present batch."""
-        self.max_duration = Time(self.clock.batch, TimeUnit.BATCH)
+        self.stop_at(Time(self.clock.batch, TimeUnit.BATCH))
+
+    def stop_at(self, end: Time) -> None:
+        """End the run earlier than planned; its schedules keep the planned length, so that a resumed run continues them."""
+        self._max_duration = end
+
+    @property
+    def planned_duration(self) -> Time | None:
+        """`max_duration` as it was before the run was stopped."""
+        return self._planned_duration
 
     # Data.
 
