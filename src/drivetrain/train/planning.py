@@ -225,7 +225,7 @@ def _verify(request: PlanRequest, plan: Strategy, resolved: ResolvedPlan) -> tup
 
 def _run_samples(request: PlanRequest, model: nn.Module) -> object:
     """Return a model's outputs for a few samples of the training data."""
-    with request.state.preserve_random():
+    with preserve_rng_state():
         samples = read_samples(*_source(request), count=8)
         return TrainingTask(call=CallByForm(request.form_of(samples, model)), samples=samples).run_samples(model)
 
