@@ -336,6 +336,22 @@ def test_a_pass_that_is_repeated_skips_the_same_blocks():
     assert seen[::2] == seen[1::2] and len({tuple(choice) for choice in seen}) > 1
 
 
+def test_a_compiled_loss_which_is_tried_out_first_leaves_the_choices_as_they_are():
+    def choices(loss):
+        model, seen = TextNet(), []
+        algorithms = [StochasticDepth(drop_rate=0.5, drop_distribution="uniform")]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = Trainer(model, loss, optimizer, callbacks=(), algorithms=algorithms, seed=1, device="cpu")
+        note = lambda trainer: seen.append([block.is_dropped for block in stochastic_blocks(model)])
+        trainer.optimizer_step = lambda: note(trainer)
+        trainer.train(texts(), num_epochs=3, per_device_batch_size=4, train_dataloader_kwargs={"num_workers": 0})
+        return seen
+
+    compiled = nn.CrossEntropyLoss()
+    compiled.compile(backend="eager")
+    assert choices(compiled) == choices(nn.CrossEntropyLoss())
+
+
 def test_a_state_of_another_number_of_ranks_keeps_the_choices_of_all_alike():
     def prepared():
         model = TextNet()

@@ -8,7 +8,7 @@ from drivetrain.compat.composer.algorithms import LabelSmoothing
 from drivetrain.compat.composer.loggers import InMemoryLogger, LoggerDestination
 from drivetrain.compat.composer.loss import binary_cross_entropy_with_logits, soft_cross_entropy
 from drivetrain.compat.composer.models import ComposerClassifier, ComposerModel
-from drivetrain.compat.composer.optim import LinearScheduler, MultiStepScheduler
+from drivetrain.compat.composer.optim import CosineAnnealingWithWarmupScheduler, LinearScheduler, MultiStepScheduler
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -177,11 +177,6 @@ def test_limits_and_microbatches_reach_the_run():
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_an_argument_without_a_counterpart_says_what_to_use():
-    with pytest.raises(TypeError, match=r"'run_name'.*Write instead"):
-        make(run_name="x")
-
-
 def test_loggers_receive_metrics_and_keep_them():
     class Own(LoggerDestination):
         names: set[str] = set()
@@ -262,3 +257,49 @@ def test_the_algorithm_that_scales_a_run_scales_its_schedule():
             trainer.fit()
         rates.append(trainer.optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx([0.01, 0.01])
+
+
+def test_arguments_that_ask_for_nothing_are_taken_and_the_name_of_the_run_is_kept():
+    trainer = make(run_name="first", parallelism_config=None, load_weights_only=False, compile_config=None)
+    assert trainer.state.run_name == "first"
+    for name in ("algorithm_passes", "save_filename", "log_traces", "profiler", "load_ignore_keys"):
+        with pytest.raises(TypeError, match=rf"{name}'\. Write instead: "):
+            make(**{name: ["anything"]})
+
+
+def test_a_sampler_of_composer_gives_this_process_its_share():
+    from drivetrain.compat.composer.utils import dist
+
+    sampler = dist.get_sampler(DATA, shuffle=False)
+    trainer = make(train_dataloader=torch.utils.data.DataLoader(DATA, batch_size=8, sampler=sampler))
+    trainer.fit()
+    assert list(sampler) == list(range(48)) and trainer.state.timestamp.sample == 96
+    assert len(dist.get_sampler(DATA, num_replicas=4, rank=1)) == 12
+
+
+@pytest.mark.parametrize("duration", ["4ep", "192sp"])
+def test_a_run_that_a_callback_stops_continues_its_schedule_when_it_is_resumed(tmp_path, duration):
+    class Rates(Callback):
+        def __init__(self, stop_at=None):
+            self.stop_at, self.seen = stop_at, []
+
+        def before_step(self, state, logger):
+            self.seen.append(state.optimizers[0].param_groups[0]["lr"])
+
+        def after_loss(self, state, logger):
+            if state.timestamp.batch == self.stop_at:
+                state.stop_training()
+
+    def train(folder, stop_at=None):
+        rates = Rates(stop_at)
+        schedule = CosineAnnealingWithWarmupScheduler(t_warmup="0.1dur" if duration == "4ep" else "16sp")
+        settings = {"save_folder": folder, "save_interval": "1ba", "autoresume": True, "schedulers": schedule}
+        trainer = make(max_duration=duration, callbacks=[rates], **settings)
+        trainer.fit()
+        return rates.seen, weights(trainer)
+
+    whole, expected = train(tmp_path / "whole")
+    first, _ = train(tmp_path / "stopped", stop_at=9)
+    second, found = train(tmp_path / "stopped")
+    assert len(first) == 10 and first + second == whole
+    assert all(map(torch.equal, found, expected))

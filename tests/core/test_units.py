@@ -13,6 +13,8 @@ from drivetrain.core.time import Time, TimeUnit, ensure_time
     [
         ("10ep", 10, "ep"),
         ("3e4tok", 30000, "tok"),
+        ("30_000tok", 30000, "tok"),
+        ("1_0.2_5sec", 10.25, "sec"),
         ("0.5dur", 0.5, "dur"),
         ("30sec", 30, "sec"),
         ("1.5sec", 1.5, "sec"),
@@ -36,7 +38,10 @@ def test_time_strings_are_read_exactly(text, value, unit):
     assert Time.from_timestring(str(time)) == time
 
 
-@pytest.mark.parametrize("text", ["", "ep", "10", "10 20ep", "1h2", "nanep", "infsec", "1e999999999tok", "10e p", "m"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "ep", "10", "10 20ep", "1h2", "nanep", "infsec", "1e999999999tok", "10e p", "m", "1__0ba", "_10ba", "10_ba"],
+)
 def test_what_is_no_time_string_is_a_value_error_that_lists_the_units(text):
     with pytest.raises(ValueError, match=r"iter|larger than") as error:
         Time.from_timestring(text)

@@ -1,5 +1,7 @@
 """A block is tried without memory or arithmetic, and what cannot be tried is said."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -101,3 +103,26 @@ def test_a_model_is_copied_with_what_a_forward_pass_left_in_it():
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(parameter.grad is not None for parameter in copied.parameters())
     torch.testing.assert_close(copied.last["hidden"], model.last["hidden"].detach())
+
+
+def test_a_block_that_cannot_be_tried_on_fake_tensors_logs_nothing():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.inner = nn.LayerNorm(4), nn.Linear(6, 4)
+
+        def forward(self, x):
+            return self.norm(x) * torch.ones(3, 5, 7)
+
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        assert keeps_shape(Two()) is None
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+    assert not records

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drivetrain.algorithms.utils.parts import check_floating, check_images, draw_integer, map_tensors
+from drivetrain.algorithms.utils.run import has_reached
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
 from drivetrain.core import Algorithm, ConfigError, Event, Logger, Time, TimeUnit, ensure_time
@@ -71,12 +72,8 @@ class Resolution(Algorithm):
 
     def size_at(self, state: State) -> int:
         """Return the size of training images now: that of the last moment reached."""
-        per_epoch = None if state.dataloader_len is None else int(state.dataloader_len.value)
-        size = self._sizes[0][1] if self._sizes else self.train_crop
-        for moment, following in self._sizes:
-            if state.clock.reached(moment, state.max_duration, per_epoch):
-                size = following
-        return size
+        reached = [size for moment, size in self._sizes if has_reached(moment, state, str(self))]
+        return reached[-1] if reached else self._sizes[0][1] if self._sizes else self.train_crop
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         images = state.batch_get_item(self.input_key)

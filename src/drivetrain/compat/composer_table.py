@@ -70,6 +70,7 @@ OFFERED: dict[str, dict[str, str]] = {
         "drivetrain.runtime.collectives": "all_gather_object=all_gather_values barrier=distributed_barrier",
         _RANKS: "get_global_rank=get_rank get_local_rank get_world_size=get_num_processes",
         "torch.distributed": "is_available is_initialized",
+        _TYPES: "get_sampler",
     },
     "utils.iter_helpers": {_TYPES: "ensure_tuple map_collection"},
     "utils.module_surgery": {
@@ -225,7 +226,6 @@ INSTEAD: dict[str, dict[str, str]] = {
     "utils.dist": {
         "all_gather all_reduce broadcast broadcast_object_list": _DIST,
         "get_local_world_size get_node_rank": "the environment variables LOCAL_WORLD_SIZE and GROUP_RANK that torchrun sets",
-        "get_sampler": "nothing: Trainer and SmartDataLoader divide the samples among processes",
         "initialize_dist": "drivetrain.init_distributed(), or nothing: the Trainer joins the processes that torchrun started",
     },
     "utils.file_helpers": {

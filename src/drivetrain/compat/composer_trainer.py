@@ -54,7 +54,7 @@ class ComposerState(State):
 
 
 class Trainer(NativeTrainer):
-    """Trains with Composer's arguments; an argument that has no counterpart is an error that says what to use."""
+    """Trains with Composer's arguments; one that has no counterpart and is not None or False is an error that says what to use."""
 
     def __init__(
         self,
@@ -72,8 +72,10 @@ class Trainer(NativeTrainer):
         eval_interval: int | str | Time | Callable[..., bool] = 1,
         deterministic_mode: bool = False,
         autoresume: bool = False,
+        run_name: str | None = None,
         **others: Any,
     ):
+        others = {name: value for name, value in others.items() if value is not None and value is not False}
         self._for_train: dict[str, object] = {}
         for name in [name for name in others if name in _FOR_TRAIN]:
             value = others.pop(name)
@@ -100,7 +102,7 @@ class Trainer(NativeTrainer):
             callbacks=[*bar, *ensure_tuple(callbacks), *filter(_watches, loggers)],
             algorithms=ensure_tuple(algorithms),
             loggers=loggers,
-            state=ComposerState(seed=others.get("seed")),
+            state=ComposerState(seed=others.get("seed"), run_name=run_name or ""),
             optimizers=optimizers,
             train_dataloader=_loader(train_dataloader),
             eval_dataloader=_evaluation(eval_dataloader),

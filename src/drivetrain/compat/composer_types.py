@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import Dataset, DistributedSampler
 
 from drivetrain.context.batch import ensure_targets_one_hot, infer_target_type
 from drivetrain.core import Callback, ConfigError, ConfigTypeError, Event, MissingExtra
@@ -21,6 +22,7 @@ from drivetrain.core.plugin import Phase, PluginReference, plugin_name
 from drivetrain.core.types import JsonValue, StateDict
 from drivetrain.module.precision import parse_precision
 from drivetrain.runtime.device import choose_device
+from drivetrain.runtime.ranks import get_num_processes, get_rank
 
 Batch = Any  # as in Composer: programs index what they annotate with it
 JSON = JsonValue
@@ -126,6 +128,19 @@ def ensure_data_spec(dataloader: Any) -> DataSpec:
     if isinstance(dataloader, DataSpec):
         return dataloader
     return DataSpec(**dataloader) if isinstance(dataloader, dict) else DataSpec(dataloader)
+
+
+def get_sampler(
+    dataset: Dataset[Any],
+    *,
+    drop_last: bool = False,
+    shuffle: bool = False,
+    num_replicas: int | None = None,
+    rank: int | None = None,
+) -> DistributedSampler[Any]:
+    """Return a sampler for the share of this process, also where there is only one."""
+    world = get_num_processes() if num_replicas is None else num_replicas
+    return DistributedSampler(dataset, world, get_rank() if rank is None else rank, shuffle, drop_last=drop_last)
 
 
 class Evaluator:

@@ -6,10 +6,12 @@ advances; `timestamp` is a picture of it. Randomness of algorithms comes from `r
 name, different on each rank, saved and restored.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from drivetrain.context.batch import BatchKey, batch_get, batch_set
 from drivetrain.context.context import Context
@@ -22,7 +24,7 @@ from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.ranks import data_rank
 from drivetrain.runtime.run import current_run
-from drivetrain.runtime.seeds import derive_seed
+from drivetrain.runtime.seeds import capture_rng, derive_seed, restore_rng
 
 _PLUGINS, _HELD, _GENERATORS = PluginsKind(), HeldKind(), GeneratorsKind()
 
@@ -131,6 +133,7 @@ class State(Context):
     @max_duration.setter
     def max_duration(self, value: TimeLike | None) -> None:
         self._max_duration = None if value is None else ensure_time(value, TimeUnit.EPOCH)
+        self._planned_duration = self._max_duration
 
     def get_elapsed_duration(self) -> Time | None:
         """Return how much of the run is done, as a fraction (`dur`), or None when its length is not known."""
@@ -139,7 +142,16 @@ class State(Context):
 
     def stop_training(self) -> None:
         """End the run after the present batch."""
-        self.max_duration = Time(self.clock.batch, TimeUnit.BATCH)
+        self.stop_at(Time(self.clock.batch, TimeUnit.BATCH))
+
+    def stop_at(self, end: Time) -> None:
+        """End the run earlier than planned; its schedules keep the planned length, so that a resumed run continues them."""
+        self._max_duration = end
+
+    @property
+    def planned_duration(self) -> Time | None:
+        """`max_duration` as it was before the run was stopped."""
+        return self._planned_duration
 
     # Data.
 
@@ -219,6 +231,29 @@ class State(Context):
             generator = torch.Generator(device=device).manual_seed(derive_seed(self.seed, name, data_rank()))
             self.generators[key] = generator
         return generator
+
+    def capture_random(self) -> StateDict:
+        """Return the random states of the process (`rng`) and of the algorithms (`generators`)."""
+        own = {name: generator.get_state() for name, generator in self.generators.items()}
+        return {"rng": capture_rng(), "generators": own}
+
+    def restore_random(self, rng: StateDict, generators: Mapping[str, Tensor]) -> None:
+        """Restore what `capture_random` returned. A generator that was made since then starts again."""
+        restore_rng(rng)
+        for name, generator in self.generators.items():
+            if name in generators:
+                generator.set_state(generators[name])
+            else:
+                generator.manual_seed(generator.initial_seed())
+
+    @contextmanager
+    def preserve_random(self) -> Iterator[None]:
+        """Restore all random states at the end of the block: around a pass through the model that the run must not notice."""
+        captured = self.capture_random()
+        try:
+            yield
+        finally:
+            self.restore_random(**captured)
 
     def _seed(self) -> int:
         self.rank_zero_seed = broadcast_from_master(self.seed)

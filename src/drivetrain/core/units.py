@@ -41,7 +41,8 @@ class TimeUnit(StrEnum):
 REAL_UNITS = frozenset({TimeUnit.DURATION, TimeUnit.SECOND})
 """Units that need not be whole."""
 
-_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_DIGITS = r"\d+(?:_\d+)*"
+_NUMBER = rf"[+-]?(?:{_DIGITS}\.?(?:{_DIGITS})?|\.{_DIGITS})(?:e[+-]?\d+)?"
 _COUNT_FORM = re.compile(rf"({_NUMBER})\s*([a-z]+)")
 _PART = r"(\d+(?:\.\d+)?)"
 _CLOCK_FORM = re.compile(rf"(?:{_PART}h)?(?:{_PART}m)?(?:{_PART}s)?")
@@ -116,7 +117,7 @@ class Time:
 
     @classmethod
     def from_timestring(cls, timestring: str) -> "Time":
-        """Read `"10ep"`, `"3e4tok"`, `"0.5dur"`, `"30sec"`, `"1h20m40s"`, `"90m"`."""
+        """Read `"10ep"`, `"3e4tok"`, `"30_000tok"`, `"0.5dur"`, `"30sec"`, `"1h20m40s"`, `"90m"`."""
         text = timestring.strip().lower()
         if text and (parts := _CLOCK_FORM.fullmatch(text)):
             hours, minutes, seconds = (Decimal(part or 0) for part in parts.groups())

@@ -1,6 +1,7 @@
 """Run a module as a test: without lasting changes, or on fake tensors, which need neither memory nor arithmetic."""
 
 import copy
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import product
@@ -49,6 +50,20 @@ def _likely_input(block: nn.Module) -> tuple[int, ...] | None:
     return None
 
 
+@contextmanager
+def silence_torch_logging() -> Iterator[None]:
+    """Log nothing that fails on fake tensors: it is reported as the reason why something is not known."""
+    loggers = [logging.getLogger(name) for name in ("torch._dynamo", "torch._subclasses")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
+
+
 def call_on_fake_tensors(
     model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object] | None = None, *, with_graph: bool = False
 ) -> Any:
@@ -60,7 +75,7 @@ def call_on_fake_tensors(
         return mode.from_tensor(tensor.detach())
 
     try:
-        with mode, torch.set_grad_enabled(with_graph), on_fake_tensors(model):
+        with silence_torch_logging(), mode, torch.set_grad_enabled(with_graph), on_fake_tensors(model):
             state = {
                 name: fake(p).requires_grad_(with_graph and p.is_floating_point())
                 for name, p in model.named_parameters()

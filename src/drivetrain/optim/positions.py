@@ -63,7 +63,7 @@ def span_of(time: Time, state: "State", ssr: float = 1.0) -> Span:
     """Return a time as a real number of units; a fraction of the run in the unit of its length, others multiplied by `ssr`."""
     if time.unit is not TimeUnit.DURATION:
         return Span(round(time.value * ssr, _DECIMALS), time.unit)
-    run = state.max_duration
+    run = state.planned_duration
     if run is None:
         raise ConfigError(
             f"{str(time)!r} is a fraction of the run, whose length is unknown: set max_duration, such as '10ep'."
@@ -86,7 +86,7 @@ def in_common_unit(first: Span, second: Span, state: "State", who: str) -> tuple
 
 def check_covers_run(end: Span, state: "State", who: str) -> None:
     """Reject a schedule that ends before the run does; one that cannot be compared is taken as it is."""
-    run = state.max_duration
+    run = state.planned_duration
     if run is None:
         return
     length = _convert(Span(float(run.value), run.unit), end.unit, state)

@@ -7,7 +7,7 @@ outputs, loss and gradients is part of the function that is minimised. With any 
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,6 @@ from drivetrain.module.optimizers import requires_closure
 from drivetrain.module.stepper import Stepper
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import num_data_ranks
-from drivetrain.runtime.seeds import capture_rng, preserve_rng_state, restore_rng
 from drivetrain.train.batches import map_tensors
 from drivetrain.train.items import KnownBatch
 from drivetrain.train.run import Measures, Run
@@ -36,20 +35,6 @@ if TYPE_CHECKING:
     from drivetrain.train.hooks import TrainerHooks
 
 _STEP_FIELDS = ("batch", "outputs", "loss", "losses", "batch_output", "sample_index")
-
-
-def generator_states(state: State) -> dict[str, Tensor]:
-    """Return the states of the algorithms' random generators."""
-    return {name: generator.get_state() for name, generator in state.generators.items()}
-
-
-def set_generators(state: State, saved: Mapping[str, Tensor]) -> None:
-    """Give the generators saved states. One that was made since then starts again."""
-    for name, generator in state.generators.items():
-        if name in saved:
-            generator.set_state(saved[name])
-        else:
-            generator.manual_seed(generator.initial_seed())
 
 
 @dataclass(kw_only=True)
@@ -99,8 +84,7 @@ class WindowRepeat:
                 step=state.step,
                 synchronises=run.stepper.synchronises,
                 sizes=None if info is None else (info.size, info.global_size),
-                rng=capture_rng(),
-                generators=generator_states(state),
+                **state.capture_random(),
             )
         )
 
@@ -138,8 +122,7 @@ class WindowRepeat:
         return self._mean(stepper, losses, sizes) if self._returns_loss else None
 
     def _restore_memory(self, run: Run, state: State, memory: _Memory) -> None:
-        restore_rng(memory.rng)
-        set_generators(state, memory.generators)
+        state.restore_random(memory.rng, memory.generators)
         state.batch = _shallow(memory.batch)
         run.stepper.synchronises = memory.synchronises
         if memory.sizes is not None:
@@ -159,11 +142,10 @@ class WindowRepeat:
         engine, stepper = run.algorithms_only, run.stepper
         assert engine is not None
         counts, scaler = stepper.window.state_dict(), None if stepper.scaler is None else _SecondScale(stepper.scaler)
-        generators = generator_states(state)
         buffers = unwrap(state.model).buffers() if isinstance(state.model, nn.Module) else ()
         copies = [(buffer, buffer.detach().clone()) for buffer in buffers]
         with (
-            preserve_rng_state(),
+            state.preserve_random(),
             with_attributes(self, is_wanted=False),
             with_attributes(run, fire=engine.on, measures=Measures(train_items=run.measures.train_items)),  # never read
             with_attributes(run.data, "source"),
@@ -178,7 +160,6 @@ class WindowRepeat:
                 with torch.no_grad():
                     for buffer, values in copies:
                         buffer.copy_(values)
-                set_generators(state, generators)
 
     def state_dict(self) -> StateDict:
         """Return the batches of an open window, so that a resumed run can evaluate it again."""

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset, default_collate
 from drivetrain.core.arguments import check_callable
 from drivetrain.core.containers import with_attributes
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.types import StateDict
 from drivetrain.data.order import BatchInfo
 from drivetrain.module.accumulation import Count
 from drivetrain.module.loss_items import SAMPLES, UNKNOWN, LossItems, LossWatch, entry_of, follow_loss
@@ -90,6 +91,7 @@ class LossCounting:
         """Return the result of a loss hook for a batch, and decide from it how batches are counted."""
         watch = LossWatch(batch, batch_size_of(None, batch))
         is_compiled = _is_compiled(trainer.model) or _is_compiled(trainer.loss_func)
+        random = trainer.state.capture_random()
         if is_compiled:  # only a loss function outside what is compiled can be followed
             with with_attributes(trainer.run.loss, watch=None if _is_compiled(trainer.loss_func) else watch):
                 output = hook(batch)
@@ -100,7 +102,7 @@ class LossCounting:
             items = watch.items_of(output["loss"])
             if items is UNKNOWN and is_compiled and "num_items" not in output:
                 own = any(trainer.overrides(name) for name in (hook.__name__, "forward", "compute_loss"))
-                items = items if own else _probe(trainer, batch)  # code of the user's must not be called twice
+                items = items if own else _probe(trainer, batch, random)  # code of the user's must not be called twice
             self._decide(items, loader, unwrap(trainer.model))
         return output
 
@@ -174,8 +176,8 @@ def counts_rows_alike(items: LossItems, dataset: object, collate: object = None)
     return not bool((labels == items.ignore_index).any())  # once per run; this synchronizes the host
 
 
-def _probe(trainer: "TrainerHooks", batch: object) -> LossItems:
-    """Follow two rows of a batch through the model as it is before compilation; nothing is left behind."""
+def _probe(trainer: "TrainerHooks", batch: object, random: StateDict) -> LossItems:
+    """Follow two rows of a batch, passed with these random states, through the uncompiled model; nothing is left behind."""
     rows = batch_size_of(None, batch)
     part = slice_rows(batch, 0, min(2, rows), rows)
     model, loss_func = unwrap(trainer.model), trainer.loss_func
@@ -190,7 +192,11 @@ def _probe(trainer: "TrainerHooks", batch: object) -> LossItems:
             own = trainer.run.loss.own_loss
             return carried_loss(outputs) if own is None else own(outputs, part)
 
-    return follow_loss(model, part, min(2, rows), loss)[0]
+    with trainer.state.preserve_random():
+        trainer.state.restore_random(
+            **random
+        )  # so that it leaves the choices of the pass before it, such as skipped blocks
+        return follow_loss(model, part, min(2, rows), loss)[0]
 
 
 def _is_compiled(function: object) -> bool:

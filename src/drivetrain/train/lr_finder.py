@@ -17,11 +17,9 @@ from drivetrain.core.errors import ConfigError, MissingExtra, StopTrainingError
 from drivetrain.core.types import Settings
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.run import current_run, set_current_run
-from drivetrain.runtime.seeds import preserve_rng_state
 from drivetrain.train import loaders
 from drivetrain.train.batches import BatchOutput, map_tensors
 from drivetrain.train.callbacks.base import TrainerCallback
-from drivetrain.train.closures import generator_states, set_generators
 from drivetrain.train.evaluation import discarded_history, restored_modes
 from drivetrain.train.run import load_loader_state, loader_state
 
@@ -128,11 +126,10 @@ def _restored(trainer: "Trainer", data: object) -> Iterator[None]:
     copied = lambda tensor: tensor.detach().clone()
     before = map_tensors(copied, Context(model=trainer.model, optimizer=trainer.optimizer).state_dict())
     state, clock, experiment = trainer.state, trainer.state.clock.state_dict(), current_run()
-    generators = generator_states(state)
     loader = data if loaders.is_ready_loader(data) else SimpleNamespace(dataset=data)
     position = loader_state(loader)
     with (
-        preserve_rng_state(),
+        state.preserve_random(),
         discarded_history(trainer.logbook),
         with_attributes(trainer.run.shared, "scheduler_is_ours"),
         with_attributes(state, "schedulers", "rank_zero_seed"),
@@ -146,7 +143,6 @@ def _restored(trainer: "Trainer", data: object) -> Iterator[None]:
         finally:
             set_current_run(experiment)
             load_loader_state(loader, position, 0)
-            set_generators(state, generators)
             trainer.model = trainer.get_model()
             # A split one holds another.
             for held in (trainer.optimizer, getattr(trainer.optimizer, "optim", trainer.optimizer)):

@@ -255,7 +255,11 @@ class RunLimits:
         """Adopt ends that plugins have set (`state.stop_training()`) on some of the ranks. All ranks must agree on the list."""
         new = [end for end in ends if end is not None]
         if new:
-            state.max_duration = next((end for end in new if state.clock.reached(end)), new[0])
+            reached = next((end for end in new if state.clock.reached(end)), None)
+            if reached is None:
+                state.max_duration = new[0]
+            else:
+                state.stop_at(reached)
         self.planned, self._changed = state.max_duration, tuple(new)
 
     def reached(self, clock: Clock) -> bool:

@@ -35,7 +35,6 @@ from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.device import is_out_of_memory
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.runtime.run import current_run
-from drivetrain.runtime.seeds import preserve_rng_state
 from drivetrain.train import arguments, loaders, resuming
 from drivetrain.train.accelerator import as_runtime
 from drivetrain.train.batches import batch_size_of, check_generates, split_batch
@@ -391,7 +390,7 @@ def find_microbatch_size(trainer: "TrainerLoop", given: int | str | None) -> int
     batch = batch if move is None else move(batch)
     rows = size = batch_size_of(None, batch)
     try:
-        with preserve_rng_state(), restore_buffers_after(trainer.model):
+        with trainer.state.preserve_random(), restore_buffers_after(trainer.model):
             while not all(all_gather_values(_fits(trainer, split_batch(batch, size)[0]))):
                 if size == 1:
                     raise DeviceError(

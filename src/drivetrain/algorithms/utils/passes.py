@@ -69,13 +69,10 @@ def preserve_buffers_and_rng(state: State) -> Iterator[None]:
         for module in bare_model(state).modules()
         for name, buffer in module._buffers.items()
     ]
-    generators = [(generator, generator.get_state()) for generator in state.generators.values()]
-    with preserve_rng_state():
+    with state.preserve_random():
         try:
             yield
         finally:
-            for generator, numbers in generators:
-                generator.set_state(numbers)
             with torch.no_grad():
                 for buffers, name, buffer, before in kept:
                     buffers[name] = buffer if buffer is None or before is None else buffer.copy_(before)

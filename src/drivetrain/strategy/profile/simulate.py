@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from drivetrain.module import ddp, tensor_inference
 from drivetrain.module.loss_items import UNKNOWN
-from drivetrain.module.probing import attributes_set
+from drivetrain.module.probing import attributes_set, silence_torch_logging
 from drivetrain.module.tensor_inference import InferredPlan
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.environment import end_with_parent
@@ -40,7 +40,7 @@ from drivetrain.strategy.profile.fake_world import (
 )
 from drivetrain.strategy.profile.findings import optimizer_settings
 from drivetrain.strategy.profile.step_memory import CATEGORIES, Record, StepMemory, Update, by_category
-from drivetrain.strategy.profile.torch_private import ROUNDING, fake_mode, faked, silence_torch_logging
+from drivetrain.strategy.profile.torch_private import ROUNDING, fake_mode, faked
 from drivetrain.strategy.profile.unit_recorder import hooked
 from drivetrain.strategy.registry import find_method
 from drivetrain.strategy.resolve import resolve_plan

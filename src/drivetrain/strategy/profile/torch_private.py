@@ -4,7 +4,6 @@ Whatever fails here, callers fall back to closed forms.
 """
 
 import importlib
-import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -51,20 +50,6 @@ def faked(mode: "FakeTensorMode", tensor: Tensor) -> Tensor:
         if tensor.layout is torch.strided:
             return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
         return torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu")
-
-
-@contextmanager
-def silence_torch_logging() -> Iterator[None]:
-    """Log nothing that fails on fake tensors: it is reported as the reason why something is not known."""
-    loggers = [logging.getLogger(name) for name in ("torch._dynamo", "torch._subclasses")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels):
-            logger.setLevel(level)
 
 
 def operation_flops(function: "Operation", args: tuple, kwargs: Mapping[str, object], result: object) -> float:
