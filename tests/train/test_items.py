@@ -85,6 +85,24 @@ class OwnHook(Trainer):
         return {"loss": outputs.loss, "model_outputs": outputs.logits, "batch_size": len(batch["x"])}
 
 
+class NormalisedHook(Trainer):
+    """Divides by the labels of the batch on all ranks itself, and reports that."""
+
+    def calculate_train_batch_loss(self, batch):
+        outputs, labels = self.model(batch["x"]), batch["labels"]
+        number = (labels != -100).sum()
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(number)
+        loss = F.cross_entropy(outputs, labels, reduction="sum") / number
+        size = len(labels)
+        return {"loss": loss, "model_outputs": outputs, "batch_size": size, "num_items_in_batch": number}
+
+
+def with_number_of_items(data: list[dict]) -> dict:
+    """A collate function, as programs write it whose models divide by the items of all parts."""
+    return {**joined(data), "num_items_in_batch": torch.tensor(29.0)}
+
+
 CLASS_WEIGHTS = torch.tensor([0.3, 1.0, 2.5, 0.7, 4.0], dtype=DOUBLE)
 CASES: dict[str, dict] = {
     "cross entropy": {"loss": nn.CrossEntropyLoss()},
@@ -104,6 +122,7 @@ CASES: dict[str, dict] = {
     "masked model": {"model": CarriesUnshiftedLoss},
     "masked model, labels asked for": {"model": CarriesUnshiftedLoss, "count_items": "labels"},
     "causal model in a hook": {"model": CarriesLoss, "trainer": OwnHook},
+    "a sum over the number in the batch": {"model": CarriesLoss, "collate": with_number_of_items},
     "units": {"loss": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), "units": True},
     "units with a sum": {"loss": nn.CrossEntropyLoss(reduction="sum"), "units": True},
 }  # fmt: skip
@@ -133,7 +152,7 @@ def expected(name: str, step: int = BATCH) -> tuple[list[torch.Tensor], float, f
     for _ in range(2):
         losses, counts = [], []
         for start in range(0, ROWS, step):
-            batch = joined(data[start : start + step])
+            batch = case.get("collate", joined)(data[start : start + step])
             loss = loss_of(model, case, batch)
             losses.append(loss.item())
             counts.append(count_of(case, batch))
@@ -146,7 +165,7 @@ def expected(name: str, step: int = BATCH) -> tuple[list[torch.Tensor], float, f
         else torch.tensor(losses, dtype=DOUBLE) @ torch.tensor(counts, dtype=DOUBLE)
     )
     mean = mean if "sum" in name and "rows" not in name else (mean / sum(counts)).item()
-    return [p.detach() for p in model.parameters()], mean, loss_of(model, case, joined(data)).item()
+    return [p.detach() for p in model.parameters()], mean, loss_of(model, case, case.get("collate", joined)(data)).item()
 
 
 def count_of(case: dict, batch: dict) -> float:
@@ -172,10 +191,12 @@ def trained(name: str, **settings) -> tuple[list[torch.Tensor], float, float]:
     cls = case.get("trainer", Trainer)
     callbacks = (TerminateOnNaNCallback(),)
     trainer = cls(model, case.get("loss"), optimizer, callbacks=callbacks, count_items=case.get("count_items"))
-    loading = {"num_workers": 0, "shuffle": False}
-    history = trainer.train(data, num_epochs=2, train_dataloader_kwargs=loading, **settings)
+    loading, collate = {"num_workers": 0, "shuffle": False}, case.get("collate")
+    history = trainer.train(data, num_epochs=2, train_dataloader_kwargs=loading, collate_fn=collate, **settings)
     mean = history.get_latest_metric("train_loss_epoch")
-    whole = trainer.evaluate(data, per_device_batch_size=3, dataloader_kwargs={"num_workers": 0})["evaluation_loss"]
+    loading = {"num_workers": 0}
+    whole = trainer.evaluate(data, per_device_batch_size=3, dataloader_kwargs=loading, collate_fn=collate)
+    whole = whole["evaluation_loss"]
     return [p.detach() for p in model.parameters()], mean, whole
 
 
@@ -226,6 +247,30 @@ def test_two_processes_train_as_one_does_whatever_the_loss_is_a_mean_over(world2
                 assert_same(ours, expected(name))
             except AssertionError as error:
                 raise AssertionError(f"{name}, {split}: {error}") from error
+
+
+def normalised(settings: dict) -> list[torch.Tensor]:
+    model = Tagger()
+    trainer = NormalisedHook(model, None, torch.optim.SGD(model.parameters(), lr=0.05), callbacks=())
+    loading = {"num_workers": 0, "shuffle": False}
+    trainer.train(rows(), num_epochs=2, train_dataloader_kwargs=loading, **settings)
+    return [p.detach() for p in model.parameters()]
+
+
+def test_batches_that_a_hook_has_normalised_over_all_ranks_count_alike_in_their_window(world2):
+    model = Tagger()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(2):
+        for window in ((range(4), range(4, 8)), (range(8, 12), range(12, 14))):
+            batches = [joined([rows()[index] for index in indices]) for indices in window]
+            losses = [F.cross_entropy(model(batch["x"]), batch["labels"]) for batch in batches]
+            optimizer.zero_grad()
+            (sum(losses) / 2).backward()
+            optimizer.step()
+    settings = {"global_batch_size": 4, "gradient_accumulation_steps": 2}
+    for ours in (normalised(settings), *world2(normalised, settings)):
+        for mine, theirs in zip(ours, model.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
 def warnings_of(settings: dict, count_items=None) -> list[str]:
