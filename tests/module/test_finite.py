@@ -33,6 +33,37 @@ def test_sparse_gradients_are_tested_too():
     assert nonfinite_flag([layer.weight.grad * math.nan]).item() == 1
 
 
+@pytest.mark.parametrize("module", [nn.Linear(3, 2), nn.Linear(512, 256), nn.Embedding(4, 2, sparse=True)])
+def test_a_guard_skips_one_bad_entry_of_small_large_and_sparse_gradients(module):
+    guard, optimizer = StepGuard(NonFinitePolicy()), torch.optim.SGD(module.parameters(), lr=0.1)
+    guard.prepare(optimizer, module, is_exchanged=False, is_tested_elsewhere=False)
+    taken = []
+    for factor in (1.0, math.nan, math.inf, 1.0):
+        weight = module.weight
+        if isinstance(module, nn.Embedding):
+            weight.grad = torch.tensor([[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [factor, 1.0]]).to_sparse(1)
+        else:
+            weight.grad = torch.ones_like(weight)
+            weight.grad[1, 2] = factor
+        taken.append(guard.should_step())
+        guard.close()
+    assert taken == [True, False, False, True] and (guard.total, guard.in_a_row) == (2, 0)
+
+
+def test_a_flag_on_the_device_rejects_as_a_known_one_does():
+    layer = nn.Linear(2, 1)
+    guard, optimizer = StepGuard(NonFinitePolicy()), torch.optim.SGD(layer.parameters(), lr=0.1)
+    guard.prepare(optimizer, layer, is_exchanged=False, is_tested_elsewhere=False)
+    layer.weight.grad = torch.ones(1, 2)
+    taken = []
+    for flags in ([False], [torch.tensor(False), True], [True], [False, torch.tensor(True)], [torch.tensor([False])]):
+        for flag in flags:
+            guard.reject(flag)
+        taken.append(guard.should_step())
+        guard.close()
+    assert taken == [True, False, False, False, True]
+
+
 def test_a_norm_that_overflows_does_not_make_finite_numbers_suspect():
     named = [("a", torch.full((9,), 3e38)), ("b", torch.tensor([1.0, math.inf])), ("c", torch.tensor([0, 1]))]
     assert nonfinite_names(named) == ["b"]
