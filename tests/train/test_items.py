@@ -12,6 +12,7 @@ from torch import nn
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.module.chunked_loss import linear_cross_entropy
 from drivetrain.optim import ConstantLr
+from drivetrain.train.batches import carried_loss
 from drivetrain.train.callbacks import TerminateOnNaNCallback
 from drivetrain.train.trainer import Trainer
 
@@ -63,6 +64,14 @@ class CarriesLoss(Tagger):
 
 class CarriesUnshiftedLoss(CarriesLoss):
     is_causal = False
+
+
+class CarriesLossInDict(CarriesLoss):
+    """DDP returns copies of the tensors of such an output."""
+
+    def forward(self, x, labels=None):
+        result = super().forward(x, labels)
+        return {"loss": result.loss, "logits": result.logits} if labels is not None else result.logits
 
 
 class OwnLoss(nn.Module):
@@ -122,6 +131,7 @@ CASES: dict[str, dict] = {
     "masked model": {"model": CarriesUnshiftedLoss},
     "masked model, labels asked for": {"model": CarriesUnshiftedLoss, "count_items": "labels"},
     "causal model in a hook": {"model": CarriesLoss, "trainer": OwnHook},
+    "causal model that DDP passes on": {"model": CarriesLossInDict, "ddp": {"find_unused_parameters": True}},
     "a sum over the number in the batch": {"model": CarriesLoss, "collate": with_number_of_items},
     "units": {"loss": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), "units": True},
     "units with a sum": {"loss": nn.CrossEntropyLoss(reduction="sum"), "units": True},
@@ -141,7 +151,7 @@ def joined(data: list[dict]) -> dict:
 
 
 def loss_of(model: nn.Module, case: dict, batch: dict) -> torch.Tensor:
-    return case["loss"](model(batch["x"]), batch["labels"]) if "loss" in case else model(**batch).loss
+    return case["loss"](model(batch["x"]), batch["labels"]) if "loss" in case else carried_loss(model(**batch))
 
 
 def expected(name: str, step: int = BATCH) -> tuple[list[torch.Tensor], float, float]:
@@ -171,7 +181,7 @@ def expected(name: str, step: int = BATCH) -> tuple[list[torch.Tensor], float, f
 def count_of(case: dict, batch: dict) -> float:
     """What a loss is a mean over, written down once more by hand."""
     labels, loss = batch["labels"], case.get("loss")
-    if case.get("model") is CarriesLoss:
+    if issubclass(case.get("model", Tagger), CarriesLoss) and case["model"].is_causal:
         labels = labels[:, 1:]
     if callable(loss) and "rows" in next(name for name, other in CASES.items() if other is case) and "one" not in case:
         return len(labels)
@@ -189,8 +199,8 @@ def trained(name: str, **settings) -> tuple[list[torch.Tensor], float, float]:
             "body": ConstantLr("SGD", {"lr": 0.05}, model, updated_modules="body", grad_clip=None),
         }
     cls = case.get("trainer", Trainer)
-    callbacks = (TerminateOnNaNCallback(),)
-    trainer = cls(model, case.get("loss"), optimizer, callbacks=callbacks, count_items=case.get("count_items"))
+    options = {"callbacks": (TerminateOnNaNCallback(),), "count_items": case.get("count_items"), **case.get("ddp", {})}
+    trainer = cls(model, case.get("loss"), optimizer, **options)
     loading, collate = {"num_workers": 0, "shuffle": False}, case.get("collate")
     history = trainer.train(data, num_epochs=2, train_dataloader_kwargs=loading, collate_fn=collate, **settings)
     mean = history.get_latest_metric("train_loss_epoch")
@@ -234,7 +244,7 @@ def all_on_ranks() -> dict:
     }
     for index, name in enumerate(CASES):
         for split, settings in splits.items():
-            if split == "batches" or index % 6 == 0 or "sum" in name:
+            if split == "batches" or index % 6 == 0 or "sum" in name or "DDP" in name:
                 found[name, split] = trained(name, **settings)
     return found
 
