@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from drivetrain.core.errors import ResumeError
 from drivetrain.module.accumulation import AccumulationWindow
 from drivetrain.module.finite import NonFinitePolicy
-from drivetrain.module.stepper import Stepper, clip_grad_norm_, grad_norm, merge_windows, unmarked_step
+from drivetrain.module.stepper import Stepper, clip_grad_norm_, clip_grad_value_, grad_norm, merge_windows, unmarked_step
 
 
 def make_model():
@@ -136,9 +136,29 @@ def test_a_window_that_was_saved_goes_on_with_another_length(length, sizes):
     resumed.finish()
     for p, expected in zip(second.parameters(), whole_gradients(parts)):
         torch.testing.assert_close(p.grad, expected)
-    resumed.axes = {"tensor": 2}
+    stepper.axes = resumed.axes = {"tensor": 2}
+    resumed.load_state_dict(stepper.state_dict())
+    stepper.axes = {}
     with pytest.raises(ResumeError, match="with the axes of data alone, and this run has {'tensor': 2}"):
         resumed.load_state_dict(saved)
+    stepper.end()
+    resumed.load_state_dict(stepper.state_dict())  # between two windows nothing belongs to a rank
+    assert (resumed.window.count, resumed.window.items, resumed.window.everywhere) == (0, 0, 0)
+
+
+def test_windows_one_after_the_other_are_updates_of_a_plain_loop():
+    parts, model, reference = make_parts([4, 2, 3, 5, 1]), make_model(), make_model()
+    stepper, optimizer = make_stepper(model, 2), torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    for window in (parts[:2], parts[2:4], parts[4:]):
+        take(stepper, model, window)
+        assert stepper.update()
+        stepper.clear()
+        x, y = torch.cat([x for x, _ in window]), torch.cat([y for _, y in window])
+        F.cross_entropy(reference(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for ours, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected)
 
 
 def test_sparse_gradients_of_an_open_window_are_saved_dense_and_restored_sparse():
@@ -304,6 +324,18 @@ def test_a_step_leaves_its_mark_while_a_profiler_is_on():
     with torch.autograd.profiler.profile() as profile:
         step()
     assert any("SGD.step" in event.name for event in profile.function_events)
+
+
+def test_values_of_gradients_are_clipped_as_torch_does():
+    model, reference = make_model(), make_model()
+    for one in (model, reference):
+        (one(make_parts([3])[0][0]) * 50).sum().backward()
+        one[0].bias.grad = None
+    clip_grad_value_(model.parameters(), 0.7)
+    torch.nn.utils.clip_grad_value_(reference.parameters(), 0.7)
+    for ours, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert ours.grad is expected.grad is None or torch.equal(ours.grad, expected.grad)
+    clip_grad_value_([nn.Parameter(torch.ones(2))], 1.0)
 
 
 def test_a_norm_without_gradients_is_where_other_norms_are():

@@ -83,6 +83,14 @@ def test_rollback_passes_over_the_spike_and_the_batches_after_it(every):
     assert trainer.state.clock.batch == 10 and trainer.state.clock.sample == 80
 
 
+def test_numbers_that_are_not_finite_are_only_skipped_where_spikes_roll_back():
+    data = spiking_data(batches=())
+    data.tensors[0][SPIKE * 8] = math.nan
+    trainer, _, ours = run(data, LossSpike(min_losses=4, action="rollback", pass_over=0))
+    assert trainer.run.good is not None and all(map(torch.equal, ours, reference(data, [SPIKE])))
+    assert run(data, LossSpike(min_losses=4))[0].run.good is None  # nothing returns, so nothing is copied
+
+
 def test_without_a_spike_nothing_changes():
     data = make_data(80)
     assert all(map(torch.equal, run(data, LossSpike(min_losses=4))[2], reference(data, [])))
