@@ -66,6 +66,19 @@ class CarriesUnshiftedLoss(CarriesLoss):
     is_causal = False
 
 
+class CarriesMaskedMean(CarriesLoss):
+    """Computes the same mean by hand, so nobody can see over which labels."""
+
+    def forward(self, x, labels=None):
+        logits = Tagger.forward(self, x)
+        targets = F.pad(labels, (0, 1), value=-100)[..., 1:] if self.is_causal and labels is not None else labels
+        return types.SimpleNamespace(loss=None if labels is None else Scores()(logits, targets), logits=logits)
+
+
+class EncodesAndDecodes(CarriesMaskedMean):
+    is_causal, config = False, types.SimpleNamespace(is_encoder_decoder=True)
+
+
 class CarriesLossInDict(CarriesLoss):
     """DDP returns copies of the tensors of such an output."""
 
@@ -130,6 +143,8 @@ CASES: dict[str, dict] = {
     "causal model": {"model": CarriesLoss},
     "masked model": {"model": CarriesUnshiftedLoss},
     "masked model, labels asked for": {"model": CarriesUnshiftedLoss, "count_items": "labels"},
+    "causal model with a mean by hand": {"model": CarriesMaskedMean, "count_items": "labels"},
+    "encoder and decoder with a mean by hand": {"model": EncodesAndDecodes, "count_items": "labels"},
     "causal model in a hook": {"model": CarriesLoss, "trainer": OwnHook},
     "causal model that DDP passes on": {"model": CarriesLossInDict, "ddp": {"find_unused_parameters": True}},
     "a sum over the number in the batch": {"model": CarriesLoss, "collate": with_number_of_items},
