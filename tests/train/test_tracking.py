@@ -185,7 +185,7 @@ def test_a_tracked_loss_holds_on_to_no_graph():
 def test_without_samples_the_average_is_nan():
     tracker = LossTracker()
     assert math.isnan(tracker.average)
-    for loss in (torch.tensor(1.0), waiting(math.nan)):
+    for loss in (torch.tensor(1.0), math.nan, torch.tensor(math.nan), waiting(math.nan)):
         tracker.update(loss, 0)
     tracker.update(waiting(math.nan), torch.tensor(0))
     assert math.isnan(tracker.average)
