@@ -1,7 +1,7 @@
 """Iterable datasets: the same batches for any number of workers, exact resume with and without a state of their own."""
 
-import logging
 import itertools
+import logging
 import random
 
 import numpy as np

@@ -34,6 +34,10 @@ def shifted(b, pad):
     return F.cross_entropy(b["scores"].view(-1, CLASSES), labels.view(-1))
 
 
+def padded(b):
+    return F.pad(b["labels"], (0, 1), value=-100)
+
+
 def written_to(b):
     labels = b["labels"].clone()
     labels[:, 0] = -100
@@ -96,8 +100,8 @@ BY_KIND = {
     "a sum over another number": (lambda b: b["scores"].pow(2).sum() / 13, "unknown"),
     "a sum over a number by keyword": (lambda b: torch.div(flat(b, reduction="sum"), other=ROWS), "unknown"),
     "something unknown and a penalty": (lambda b: masked(b) * 2 + b["value"].pow(2).mean(), "unknown"),
-    "shifted by padding, without its last": (lambda b: F.cross_entropy(b["scores"].transpose(1, 2), F.pad(b["labels"], (0, 1), value=-100)[:, :-1]), "unknown"),
-    "shifted by padding, its last three": (lambda b: F.cross_entropy(b["scores"][:, :3].transpose(1, 2), F.pad(b["labels"], (0, 1), value=-100)[:, -3:]), "unknown"),
+    "shifted by padding, without its last": (lambda b: F.cross_entropy(b["scores"].transpose(1, 2), padded(b)[:, :-1]), "unknown"),
+    "shifted by padding, its last three": (lambda b: F.cross_entropy(b["scores"][:, :3].transpose(1, 2), padded(b)[:, -3:]), "unknown"),
     "one value a row": (lambda b: ((b["scores"].mean((1, 2)) - b["value"]) ** 2).mean(), "samples"),
     "sums of rows": (lambda b: b["scores"].pow(2).sum((1, 2)).mean(), "samples"),
     "a sum over the number of rows": (lambda b: flat(b, reduction="sum") / ROWS, "samples"),

@@ -11,7 +11,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from drivetrain.core.errors import ResumeError
 from drivetrain.module.accumulation import AccumulationWindow
 from drivetrain.module.finite import NonFinitePolicy
-from drivetrain.module.stepper import Stepper, clip_grad_norm_, clip_grad_value_, grad_norm, merge_windows, unmarked_step
+from drivetrain.module.stepper import (
+    Stepper,
+    clip_grad_norm_,
+    clip_grad_value_,
+    grad_norm,
+    merge_windows,
+    unmarked_step,
+)
 
 
 def make_model():

@@ -260,7 +260,7 @@ def test_value_that_is_nested_too_deeply_is_rejected_by_name():
         pack({"deep": value})
 
 
-@pytest.mark.parametrize("saved_in, live_in", [("__main__", "paint_script"), ("paint_script", "__main__")])
+@pytest.mark.parametrize(("saved_in", "live_in"), [("__main__", "paint_script"), ("paint_script", "__main__")])
 def test_a_class_of_a_script_is_found_whether_the_script_runs_or_is_imported(saved_in, live_in, monkeypatch):
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__="/somewhere/paint_script.py"))
     saved, live = Enum("Paint", "RED GREEN", module=saved_in), Enum("Paint", "RED GREEN", module=live_in)

@@ -192,9 +192,7 @@ def interrupted_evaluation(folder, rank, at_batch, averages=False, **arguments):
     return cut[2], len(cut[1])
 
 
-@pytest.mark.parametrize(
-    ("at_batch", "arguments"), [(16, {}), (4, {"eval_interval": "4ba"}), (16, {"averages": True})]
-)
+@pytest.mark.parametrize(("at_batch", "arguments"), [(16, {}), (4, {"eval_interval": "4ba"}), (16, {"averages": True})])
 def test_a_signal_cuts_an_evaluation_short_and_the_resumed_run_makes_it_again(tmp_path, at_batch, arguments):
     batches, evaluated = interrupted_evaluation(tmp_path, 0, at_batch, **arguments)
     before = 0 if "eval_interval" in arguments else at_batch // 8 - 1

@@ -190,7 +190,11 @@ def expected(name: str, step: int = BATCH) -> tuple[list[torch.Tensor], float, f
         else torch.tensor(losses, dtype=DOUBLE) @ torch.tensor(counts, dtype=DOUBLE)
     )
     mean = mean if "sum" in name and "rows" not in name else (mean / sum(counts)).item()
-    return [p.detach() for p in model.parameters()], mean, loss_of(model, case, case.get("collate", joined)(data)).item()
+    return (
+        [p.detach() for p in model.parameters()],
+        mean,
+        loss_of(model, case, case.get("collate", joined)(data)).item(),
+    )
 
 
 def count_of(case: dict, batch: dict) -> float:

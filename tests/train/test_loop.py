@@ -235,19 +235,6 @@ def test_a_guest_who_comes_during_the_run_is_heard():
     assert seen == [2, 3, 4]
 
 
-@pytest.mark.parametrize(("interval", "times"), [("step", 6), ("epoch", 2)])
-def test_a_scheduler_step_of_ones_own_needs_no_scheduler(interval, times):
-    class Own(Trainer):
-        calls = 0
-
-        def scheduler_step(self):
-            self.calls += 1
-
-    trainer = make_trainer(cls=Own)
-    train(trainer, make_data(24), num_epochs=2, scheduler_interval=interval)
-    assert trainer.calls == times
-
-
 def test_a_guest_who_comes_during_an_evaluation_is_heard_afterwards():
     seen = []
 

@@ -132,6 +132,12 @@ def test_any_number_of_losses_around_the_ring_has_the_exact_mean(count):
             tracker.update(loss, size)
             alike.update(loss, 3)
         assert tracker.average == expected and tracker.loss_value == losses[-1]
+        counted = LossTracker()
+        for loss, size in zip(given, sizes):
+            counted.update(loss, torch.tensor(size))
+        counted.update(0.0, 5)
+        total, weight = (float(number) for number in counted.unread_sums())
+        assert total / (weight - 5) == expected and counted.running_count == sum(sizes) + 5
         assert alike.average == pytest.approx(losses.mean().item(), rel=1e-13) and alike.running_count == 3 * count
 
 

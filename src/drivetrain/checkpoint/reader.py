@@ -216,7 +216,7 @@ def _newest_first(directory: Path) -> tuple[list[tuple[str, int]], list[tuple[st
         order, broken, is_changed = [], [], False
         for folder in layout.checkpoint_folders(directory):
             try:
-                order.append((layout.read_manifest(folder).sequence, folder.name))  # of two alike, not the one set aside
+                order.append((layout.read_manifest(folder).sequence, folder.name))
             except CheckpointError as error:
                 # It was there a moment ago, or is there again: a save is replacing it.
                 is_changed = is_changed or not folder.is_dir() or _sequence(folder) is not None
