@@ -193,6 +193,9 @@ def test_a_place_is_found_by_what_is_there(three, tmp_path):
     assert load_checkpoint(run)["n"] == 1
     assert load_checkpoint(tmp_path / "last")["n"] == 2
     assert load_checkpoint(three[0])["n"] == 0
+    (tmp_path / "checkpoint-9").write_text("a file of somebody else")
+    (tmp_path / "linked").symlink_to(run / "checkpoints" / three[1].name)
+    assert load_checkpoint(tmp_path)["n"] == 2 and load_checkpoint(tmp_path / "linked")["n"] == 1
     renamed = three[0].rename(tmp_path / "kept-by-hand")
     assert load_checkpoint(renamed)["n"] == 0
     for missing in (tmp_path / "nowhere", tmp_path / "x.pt"):

@@ -219,7 +219,8 @@ def test_depth_is_limited_on_both_sides():
 
 def test_huge_numbers_and_texts_are_kept_or_refused_never_cut(monkeypatch):
     number = 7**20_000
-    assert round_trip([number, -number, 2**64]) == [number, -number, 2**64]
+    for values in ([number, 2**64], [-number, 1], -number):
+        assert round_trip(values) == values
     monkeypatch.setattr("drivetrain.checkpoint.tree.STATE_LIMIT", 100)
     with pytest.raises(CheckpointError, match="100"):
         flatten(["x" * 200]).to_json()

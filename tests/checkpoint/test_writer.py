@@ -207,14 +207,17 @@ def test_an_error_in_the_rename_brings_the_old_checkpoint_back(tmp_path, monkeyp
 
     def replace(source, target):
         if Path(source).name.startswith(".tmp-") and Path(target).name == "checkpoint-1":
-            raise OSError("no")
+            raise OSError("this name is taken")
         return real(source, target)
 
     monkeypatch.setattr(writer, "exchange_names", cannot_exchange)
-    monkeypatch.setattr(writer.os, "replace", replace)
-    with pytest.raises(WriteFailedError, match="no"):
-        save(tmp_path, 1, 2.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(writer.os, "replace", replace)
+        with pytest.raises(WriteFailedError, match="this name is taken"):
+            save(tmp_path, 1, 2.0)
     assert names(tmp_path) == ["checkpoint-1", "last"] and newest_value(tmp_path) == 1.0
+    save(tmp_path, 1, 3.0)
+    assert names(tmp_path) == ["checkpoint-1", "last"] and newest_value(tmp_path) == 3.0
 
 
 def test_leftover_of_another_user_does_not_stop_a_save(tmp_path, monkeypatch):

@@ -124,6 +124,14 @@ def test_wall_clock_time_counts_only_between_start_and_stop():
     assert clock.reached(Time(100, "sec")) and not clock.reached(Time(200, "sec"))
 
 
+def test_a_shared_clock_goes_forward_only():
+    clock = Clock()
+    clock.next_epoch()
+    for seconds, total, passed in ((3.0, 3.0, 3.0), (2.0, 3.0, 0.0), (4.5, 4.5, 1.5)):
+        clock.advance_to(seconds)
+        assert (clock.total_wct, clock.epoch_wct, clock.iteration_wct, clock.batch_wct) == (total, total, total, passed)
+
+
 @pytest.mark.parametrize("unit", ["iter", "ep", "ba", "st", "sp", "tok", "sec"])
 def test_reached_is_true_from_the_given_count_on(unit):
     clock = Clock()
@@ -198,6 +206,8 @@ def test_every_unit_is_read_from_the_clock(unit):
 
 def test_a_share_of_a_run_in_epochs_is_counted_in_batches():
     assert Interval(Time(0.5, "dur"), Time(3, "ep"), 10).every == Time(15, "ba")
+    assert Interval(Time(0.1, "dur"), Time(3, "ba")).every == Time(1, "ba")
+    assert Interval(Time(0.1, "dur"), Time(5, "sec")).every == Time(0.5, "sec")
 
 
 def test_share_of_zero_is_never_due_and_a_share_needs_the_length_of_the_run():

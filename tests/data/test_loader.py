@@ -382,6 +382,7 @@ def test_a_loader_can_be_rebuilt_with_other_arguments():
     assert other.seed == loader.seed
     assert [row for batch in plain(other) for row in batch[0]] == [row for batch in plain(loader) for row in batch[0]]
     assert loader.rebuild(dataset=Subset(DATA, [1, 2])).batch_size == 3
+    assert SmartDataLoader.from_loader(loader, random_seed=5).seed == make(DATA, random_seed=5).seed != loader.seed
 
 
 def test_a_plain_loader_becomes_a_smart_one():
@@ -424,6 +425,9 @@ def test_tensors_and_indices_that_were_replaced_are_read_from_the_next_epoch_on(
     sampled = SmartDataLoader(data, sampler=SequentialSampler(data), batch_size=8)
     data.tensors = (torch.arange(7),)
     assert plain(sampled) == [[[0, 1, 2, 3, 4, 5, 6]]]
+    columns["x"] = [5, 6]
+    with pytest.raises(ParameterError, match="held tensors when the loader was made, and does not now"):
+        iter(loaders[2])
 
 
 class Numbers(IterableDataset):

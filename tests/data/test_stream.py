@@ -1,5 +1,6 @@
 """Iterable datasets: the same batches for any number of workers, exact resume with and without a state of their own."""
 
+import itertools
 import logging
 import random
 
@@ -183,6 +184,34 @@ def test_filtered_streams_resume_at_every_position_with_and_without_workers(kind
             assert rest == expected[count:]
     says = "reading 6 samples again" in caplog.text
     assert says == (kind in (Stream, Split))
+
+
+class OwnGenerator(IterableDataset):
+    """Numbers of a generator that the dataset holds, which goes on from epoch to epoch."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(4)
+
+    def __iter__(self):
+        for _ in range(5):
+            yield torch.rand((), generator=self.generator)
+
+
+@pytest.mark.parametrize("settings", [{}, {"prefetch": 0}, {"iterable": "sharded"}, {"drop_last": True}])
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_stream_that_draws_from_its_own_generator_resumes_at_every_position(settings, size):
+    new = lambda: SmartDataLoader(OwnGenerator(), batch_size=size, **settings)
+    whole = new()
+    expected = [batch.tolist() for _ in range(9) for batch in whole][:9]
+    for position in range(6):
+        first, second = new(), new()
+        batches = itertools.chain.from_iterable(iter(first) for _ in range(9))
+        assert [next(batches).tolist() for _ in range(position)] == expected[:position]
+        second.load_state_dict(first.state_dict())
+        rest = []
+        while position + len(rest) < 9:
+            rest += plain(second)
+        assert (position, rest[: 9 - position]) == (position, expected[position:])
 
 
 def test_workers_carry_the_streams_state():

@@ -7,7 +7,14 @@ import torch
 from torch import nn
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.module.finite import NonFinitePolicy, StepGuard, nonfinite_flag, nonfinite_names, nonfinite_state
+from drivetrain.module.finite import (
+    NonFinitePolicy,
+    StepGuard,
+    any_nonfinite,
+    nonfinite_flag,
+    nonfinite_names,
+    nonfinite_state,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
@@ -31,6 +38,62 @@ def test_sparse_gradients_are_tested_too():
     layer(torch.tensor([1, 1])).sum().backward()
     assert nonfinite_flag([layer.weight.grad]).item() == 0
     assert nonfinite_flag([layer.weight.grad * math.nan]).item() == 1
+
+
+@pytest.mark.parametrize("module", [nn.Linear(3, 2), nn.Linear(512, 256), nn.Embedding(4, 2, sparse=True)])
+def test_a_guard_skips_one_bad_entry_of_small_large_and_sparse_gradients(module):
+    guard, optimizer = StepGuard(NonFinitePolicy()), torch.optim.SGD(module.parameters(), lr=0.1)
+    guard.prepare(optimizer, module, is_exchanged=False, is_tested_elsewhere=False)
+    taken = []
+    for factor in (1.0, math.nan, math.inf, 1.0):
+        weight = module.weight
+        if isinstance(module, nn.Embedding):
+            weight.grad = torch.tensor([[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [factor, 1.0]]).to_sparse(1)
+        else:
+            weight.grad = torch.ones_like(weight)
+            weight.grad[1, 2] = factor
+        taken.append(guard.should_step())
+        guard.close()
+    assert taken == [True, False, False, True] and (guard.total, guard.in_a_row) == (2, 0)
+
+
+@pytest.mark.parametrize("earlier", [0, 4])  # copies are kept of some updates
+def test_statistics_of_an_open_window_are_restored_after_resuming_too(earlier):
+    """The second micro-batch of a window is bad, and the run was stopped between the two."""
+    norm = nn.BatchNorm1d(2)
+    optimizer = torch.optim.SGD(norm.parameters(), lr=0.1)
+    first, second = StepGuard(NonFinitePolicy()), StepGuard(NonFinitePolicy())
+    first.prepare(optimizer, norm, is_exchanged=False, is_tested_elsewhere=False)
+    for _ in range(earlier):
+        first.open()
+        first.close()
+        norm(torch.randn(4, 2))
+    before = [norm.running_mean.clone(), norm.running_var.clone()]
+    first.open()
+    norm(torch.randn(4, 2))
+    second.load_state_dict(first.state_dict(is_open=True))
+    second.prepare(optimizer, norm, is_exchanged=False, is_tested_elsewhere=False)
+    norm(torch.full((4, 2), math.nan)).sum().backward()
+    assert not second.should_step()
+    assert torch.equal(norm.running_mean, before[0]) and torch.equal(norm.running_var, before[1])
+
+
+def test_parameters_without_gradients_are_finite():
+    assert any_nonfinite([nn.Parameter(torch.ones(2))]) is False and any_nonfinite([]) is False
+
+
+def test_a_flag_on_the_device_rejects_as_a_known_one_does():
+    layer = nn.Linear(2, 1)
+    guard, optimizer = StepGuard(NonFinitePolicy()), torch.optim.SGD(layer.parameters(), lr=0.1)
+    guard.prepare(optimizer, layer, is_exchanged=False, is_tested_elsewhere=False)
+    layer.weight.grad = torch.ones(1, 2)
+    taken = []
+    for flags in ([False], [torch.tensor(False), True], [True], [False, torch.tensor(True)], [torch.tensor([False])]):
+        for flag in flags:
+            guard.reject(flag)
+        taken.append(guard.should_step())
+        guard.close()
+    assert taken == [True, False, False, False, True]
 
 
 def test_a_norm_that_overflows_does_not_make_finite_numbers_suspect():

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from drivetrain.module.loss_items import LossWatch
+from drivetrain.module.loss_items import LossWatch, agreed_items, follow_loss
 
 ROWS, LENGTH, CLASSES = 4, 6, 7
 WEIGHTS = torch.arange(1.0, 8.0)
@@ -21,6 +21,7 @@ def batch():
         "labels": labels,
         "value": torch.randn(ROWS, generator=generator),
         "kind": labels[:, 0].clone(),
+        "num_items_in_batch": 31,
     }
 
 
@@ -31,6 +32,10 @@ def flat(b, **kwargs):
 def shifted(b, pad):
     labels = F.pad(b["labels"], (0, 1), value=pad)[..., 1:].contiguous()
     return F.cross_entropy(b["scores"].view(-1, CLASSES), labels.view(-1))
+
+
+def padded(b):
+    return F.pad(b["labels"], (0, 1), value=-100)
 
 
 def written_to(b):
@@ -77,8 +82,26 @@ KNOWN = {
     "all elements": (lambda b: F.mse_loss(b["scores"], torch.zeros_like(b["scores"])), ROWS * LENGTH * CLASSES),
     "a mean by hand": (lambda b: (b["scores"] ** 2).mean(), ROWS * LENGTH * CLASSES),
     "every label, ignored or not": (lambda b: flat(b, reduction="none").mean(), ROWS * LENGTH),
+    "already of that type": (lambda b: flat({**b, "labels": b["labels"].contiguous()}).float(), 20),
+    "without the last": (lambda b: F.cross_entropy(b["scores"][:, :-1].transpose(1, 2), b["labels"][:, :-1]), 17),
+    "the last three": (lambda b: F.cross_entropy(b["scores"][:, -3:].transpose(1, 2), b["labels"][:, -3:]), 9),
+    "a sum over the number of elements": (lambda b: b["scores"].pow(2).sum() / 168, ROWS * LENGTH * CLASSES),
 }
 BY_KIND = {
+    "a sum of squared errors": (lambda b: F.mse_loss(b["scores"], b["scores"] * 2, reduction="sum"), "sum"),
+    "a sum over the number in the batch": (lambda b: flat(b, reduction="sum") / b["num_items_in_batch"], "sum"),
+    "a divergence of rows": (lambda b: F.kl_div(b["scores"][:, 0], b["scores"][:, 1].exp(), reduction="batchmean"), "samples"),
+    "a ranking of rows": (lambda b: F.margin_ranking_loss(b["value"], -b["value"], torch.ones(ROWS)), "samples"),
+    "sequences without alignment": (
+        lambda b: F.ctc_loss(b["scores"].log_softmax(-1).transpose(0, 1), b["kind"][:, None] % 6 + 1, [LENGTH] * ROWS, [1] * ROWS),
+        "samples",
+    ),
+    "errors with weights": (lambda b: F.mse_loss(b["scores"], b["scores"] * 2, weight=b["scores"].abs()), "unknown"),
+    "a sum over another number": (lambda b: b["scores"].pow(2).sum() / 13, "unknown"),
+    "a sum over a number by keyword": (lambda b: torch.div(flat(b, reduction="sum"), other=ROWS), "unknown"),
+    "something unknown and a penalty": (lambda b: masked(b) * 2 + b["value"].pow(2).mean(), "unknown"),
+    "shifted by padding, without its last": (lambda b: F.cross_entropy(b["scores"].transpose(1, 2), padded(b)[:, :-1]), "unknown"),
+    "shifted by padding, its last three": (lambda b: F.cross_entropy(b["scores"][:, :3].transpose(1, 2), padded(b)[:, -3:]), "unknown"),
     "one value a row": (lambda b: ((b["scores"].mean((1, 2)) - b["value"]) ** 2).mean(), "samples"),
     "sums of rows": (lambda b: b["scores"].pow(2).sum((1, 2)).mean(), "samples"),
     "a sum over the number of rows": (lambda b: flat(b, reduction="sum") / ROWS, "samples"),
@@ -119,6 +142,15 @@ def test_the_watch_sees_how_many_items_a_loss_is_a_mean_over(name):
 def test_the_watch_guesses_nothing(name):
     function, kind = BY_KIND[name]
     assert items_of(function)[0].kind == kind
+
+
+@pytest.mark.parametrize(("other", "kind"), [(13, "sum"), (14, "unknown")])
+def test_a_sum_over_a_number_is_a_sum_if_every_batch_has_this_number(other, kind):
+    found = []
+    for number in (13, other):
+        data = batch()
+        found.append(follow_loss(nn.Identity(), data, ROWS, lambda: flat(data, reduction="sum") / number))  # noqa: B023
+    assert agreed_items(*found).kind == kind
 
 
 def test_class_weights_are_summed_over_the_labels_that_are_kept():

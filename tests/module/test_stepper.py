@@ -42,12 +42,12 @@ def make_stepper(model, length=1, scaler=None, **kwargs):
     return stepper
 
 
-def take(stepper, model, parts, reduction="mean"):
+def take(stepper, model, parts, reduction="mean", counted=int):
     """Take micro-batches into the window, the last one closing it."""
     for index, (x, y) in enumerate(parts):
         stepper.begin(last=index == len(parts) - 1)
         loss = F.cross_entropy(model(x), y, reduction=reduction)
-        stepper.backward(stepper.weigh(loss, 1 if reduction == "sum" else len(x), len(x)))
+        stepper.backward(stepper.weigh(loss, 1 if reduction == "sum" else counted(len(x)), counted(len(x))))
 
 
 def whole_gradients(parts, reduction="mean"):
@@ -57,16 +57,29 @@ def whole_gradients(parts, reduction="mean"):
     return [p.grad for p in model.parameters()]
 
 
+@pytest.mark.parametrize("counted", [int, torch.tensor])  # labels are counted on their device
 @pytest.mark.parametrize("length", [1, 3, 5])
 @pytest.mark.parametrize("sizes", [[4], [4, 4, 4], [5, 1, 2], [1, 6]])
-def test_a_window_of_unequal_parts_has_the_gradient_of_the_whole(sizes, length):
+def test_a_window_of_unequal_parts_has_the_gradient_of_the_whole(sizes, length, counted):
     parts, model = make_parts(sizes), make_model()
     stepper = make_stepper(model, max(length, len(sizes)))
-    take(stepper, model, parts)
+    unused = nn.Parameter(torch.ones(1))
+    stepper.optimizer.add_param_group({"params": [unused]})
+    take(stepper, model, parts, counted=counted)
     stepper.finish()
     stepper.finish()  # changes nothing
     for p, expected in zip(model.parameters(), whole_gradients(parts)):
         torch.testing.assert_close(p.grad, expected)
+    assert unused.grad is None
+
+
+@pytest.mark.parametrize("counted", [int, torch.tensor])
+def test_a_window_without_items_has_zero_gradients(counted):
+    model = make_model()
+    stepper = make_stepper(model, 2)
+    take(stepper, model, make_parts([3, 4]), counted=lambda size: counted(0))
+    stepper.finish()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
 def test_losses_that_are_sums_add_up():
@@ -95,6 +108,12 @@ def test_scaled_gradients_are_unscaled_once_and_an_overflow_leaves_the_update_ou
     take(stepper, model, [(parts[0][0] * float("inf"), parts[0][1])])
     assert not stepper.update() and stepper.was_skipped
     assert stepper.scaler.get_scale() == 4.0 and all(map(torch.equal, before, model.parameters()))
+    stepper.clear()
+    for _ in range(2):  # a rejected update is over for the scaler too, so the next one can be unscaled
+        take(stepper, model, parts)
+        stepper.finish()
+        stepper.end_skipped_update()
+        stepper.end()
 
 
 def test_an_update_that_is_not_finite_is_skipped_where_that_is_asked_for():
@@ -108,20 +127,45 @@ def test_an_update_that_is_not_finite_is_skipped_where_that_is_asked_for():
     assert stepper.update(skip_nonfinite=True) and not all(map(torch.equal, before, model.parameters()))
 
 
-def test_a_window_that_was_saved_goes_on_with_another_length():
-    parts, first, second = make_parts([4, 4, 2, 2]), make_model(), make_model()
+@pytest.mark.parametrize(("length", "sizes"), [(6, [4, 4, 2, 2]), (1, [4, 4, 3])])
+def test_a_window_that_was_saved_goes_on_with_another_length(length, sizes):
+    parts, first, second = make_parts(sizes), make_model(), make_model()
     stepper = make_stepper(first, 4)
     for x, y in parts[:2]:
         stepper.begin(last=False)
         stepper.backward(stepper.weigh(F.cross_entropy(first(x), y), len(x), len(x)))
     saved = copy.deepcopy(stepper.state_dict())
     assert set(saved) == {"window", "partial", "axes", "guard"}
-    resumed = make_stepper(second, 6)
+    resumed = make_stepper(second, length)
     resumed.load_state_dict(saved)
+    resumed.prepare()
     take(resumed, second, parts[2:])
     resumed.finish()
     for p, expected in zip(second.parameters(), whole_gradients(parts)):
         torch.testing.assert_close(p.grad, expected)
+    stepper.axes = resumed.axes = {"tensor": 2}
+    resumed.load_state_dict(stepper.state_dict())
+    stepper.axes = {}
+    with pytest.raises(ResumeError, match="with the axes of data alone, and this run has {'tensor': 2}"):
+        resumed.load_state_dict(saved)
+    stepper.end()
+    resumed.load_state_dict(stepper.state_dict())  # between two windows nothing belongs to a rank
+    assert (resumed.window.count, resumed.window.items, resumed.window.everywhere) == (0, 0, 0)
+
+
+def test_windows_one_after_the_other_are_updates_of_a_plain_loop():
+    parts, model, reference = make_parts([4, 2, 3, 5, 1]), make_model(), make_model()
+    stepper, optimizer = make_stepper(model, 2), torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    for window in (parts[:2], parts[2:4], parts[4:]):
+        take(stepper, model, window)
+        assert stepper.update()
+        stepper.clear()
+        x, y = torch.cat([x for x, _ in window]), torch.cat([y for _, y in window])
+        F.cross_entropy(reference(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for ours, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected)
 
 
 def test_sparse_gradients_of_an_open_window_are_saved_dense_and_restored_sparse():
@@ -287,6 +331,18 @@ def test_a_step_leaves_its_mark_while_a_profiler_is_on():
     with torch.autograd.profiler.profile() as profile:
         step()
     assert any("SGD.step" in event.name for event in profile.function_events)
+
+
+def test_values_of_gradients_are_clipped_as_torch_does():
+    model, reference = make_model(), make_model()
+    for one in (model, reference):
+        (one(make_parts([3])[0][0]) * 50).sum().backward()
+        one[0].bias.grad = None
+    clip_grad_value_(model.parameters(), 0.7)
+    torch.nn.utils.clip_grad_value_(reference.parameters(), 0.7)
+    for ours, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert ours.grad is expected.grad is None or torch.equal(ours.grad, expected.grad)
+    clip_grad_value_([nn.Parameter(torch.ones(2))], 1.0)
 
 
 def test_a_norm_without_gradients_is_where_other_norms_are():

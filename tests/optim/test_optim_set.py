@@ -479,11 +479,18 @@ class TestManualUnits:
     def test_step_now_follows_the_sets_clock(self):
         model = EncoderDecoder()
         optim = pair(model, encoder={"manual": True, "step_per_update": 2, "accum_grad": 2})
-        marks = []
+        marks, have_gradients, expected = [], [], weights(model.encoder)
+        for x in batches(4)[2:]:
+            for weight, gradient in zip(expected, own_gradients(model, x, "encoder", "encoder_loss"), strict=True):
+                weight -= 0.1 * gradient / 2
         for number, x in enumerate(batches(4), start=1):
             optim.begin_batch(number, 1)
             marks.append(optim.step_now("encoder", losses_of(model, x)))
+            have_gradients.append(model.encoder.weight.grad is not None)
         assert marks == [False, False, False, True] and optim["encoder"].update_count == 1
+        assert have_gradients == [False, False, True, False]
+        for ours, weight in zip(weights(model.encoder), expected, strict=True):
+            torch.testing.assert_close(ours, weight)
 
     @pytest.mark.parametrize("is_first", [True, False])
     def test_the_clock_goes_on_without_begin_batch(self, is_first):

@@ -2,11 +2,13 @@
 
 import io
 import random
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time, timedelta
 from enum import Enum, Flag, IntEnum, auto
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -256,3 +258,15 @@ def test_value_that_is_nested_too_deeply_is_rejected_by_name():
         value = [value]
     with pytest.raises(StateError, match=r"deep\.0\.0.*levels deep"):
         pack({"deep": value})
+
+
+@pytest.mark.parametrize(("saved_in", "live_in"), [("__main__", "paint_script"), ("paint_script", "__main__")])
+def test_a_class_of_a_script_is_found_whether_the_script_runs_or_is_imported(saved_in, live_in, monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__="/somewhere/paint_script.py"))
+    saved, live = Enum("Paint", "RED GREEN", module=saved_in), Enum("Paint", "RED GREEN", module=live_in)
+    assert unpack(pack(saved.GREEN), live.RED) is live.GREEN
+    with torch.serialization.safe_globals([live]):
+        assert unpack(pack(saved.RED)) is live.RED
+    other = Enum("Paint", "RED GREEN", module="other_script")
+    with pytest.raises(StateError, match=r"needs its class"):
+        unpack(pack(saved.GREEN), other.RED)

@@ -289,6 +289,8 @@ def test_batch_arithmetic_names_the_nearest_sizes():
     assert plan_batch(10, 4, allow_rounding=True).global_size == 8
     with pytest.raises(BatchSizeError, match="16"):
         plan_batch(8, 2, micro=4, accumulation=2)
+    with pytest.raises(BatchSizeError, match="4 x 2 samples on each of 2 data ranks, which is 16"):
+        plan_batch(32, 2, micro=4, accumulation=2)
     assert plan_batch(24, 2, accumulation=3).micro == 4
 
 

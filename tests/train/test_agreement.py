@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from drivetrain.algorithms import EMA
 from drivetrain.core import time as core_time
 from drivetrain.core.errors import ConfigError, StopTrainingError
 from drivetrain.train.callbacks import TrainerCallback
@@ -165,13 +166,14 @@ class Interrupt(TrainerCallback):
             self.number = 0
 
 
-def interrupted_evaluation(folder, rank, at_batch, **arguments):
+def interrupted_evaluation(folder, rank, at_batch, averages=False, **arguments):
     """Train with a signal in an evaluation; then resume from what was saved, and compare with a run that was left alone."""
     arguments = {"num_epochs": 3, "per_device_batch_size": 4, "eval_dataset": make_data(64), **arguments}
 
     def run(number, resume=None):
         callback = Interrupt(number, rank, at_batch)
-        trainer = make_trainer(seed=1, callbacks=[callback])
+        algorithms = [EMA("4ba", update_interval="1ba")] if averages else []
+        trainer = make_trainer(seed=1, callbacks=[callback], algorithms=algorithms)
         keeping = {} if resume is None else {"checkpoint_dir": folder, "checkpoint_every": None, "resume_from": "auto"}
         ended = None
         try:
@@ -190,10 +192,10 @@ def interrupted_evaluation(folder, rank, at_batch, **arguments):
     return cut[2], len(cut[1])
 
 
-@pytest.mark.parametrize(("at_batch", "arguments"), [(16, {}), (4, {"eval_interval": "4ba"})])
+@pytest.mark.parametrize(("at_batch", "arguments"), [(16, {}), (4, {"eval_interval": "4ba"}), (16, {"averages": True})])
 def test_a_signal_cuts_an_evaluation_short_and_the_resumed_run_makes_it_again(tmp_path, at_batch, arguments):
     batches, evaluated = interrupted_evaluation(tmp_path, 0, at_batch, **arguments)
-    before = at_batch // 8 - 1 if not arguments else 0
+    before = 0 if "eval_interval" in arguments else at_batch // 8 - 1
     assert batches == at_batch and evaluated == before * 16 + 1
 
 

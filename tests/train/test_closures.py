@@ -96,3 +96,22 @@ def test_restored_batches_are_placed_like_new_ones():
     restored = repeat._memories[0].batch
     assert all(tensor.data_ptr() % 64 == 0 for tensor in restored)  # rounding depends on where a tensor begins
     assert all(map(torch.equal, restored, saved["batch"]))
+
+
+def sam_in_uneven_windows() -> list[torch.Tensor]:
+    """Global batches of 4, 4, 4 and 1 samples in windows of two: on two ranks, one has no sample in the last."""
+    model = make_model(dtype=torch.float64)
+    optimizer = make_optimizer("SAM", torch.optim.SGD(model.parameters(), lr=0.1), rho=0.05)
+    trainer = Trainer(model, nn.CrossEntropyLoss(), optimizer, ())
+    trainer.train(
+        make_data(13, dtype=torch.float64), num_epochs=2, global_batch_size=4, gradient_accumulation_steps=2,
+        train_dataloader_kwargs={"shuffle": False},
+    )  # fmt: skip
+    return [p.detach() for p in model.parameters()]
+
+
+def test_windows_are_repeated_with_the_same_weights_on_two_processes(world2):
+    alone = sam_in_uneven_windows()
+    for ours in world2(sam_in_uneven_windows):
+        for mine, expected in zip(ours, alone, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)

@@ -229,6 +229,11 @@ def test_each_of_several_evaluation_sets_has_metrics_of_its_own():
     assert set(both) == {f"evaluation_{name}_{metric}" for name in alone for metric in ("loss", "accuracy")}
 
 
+def test_an_interval_of_zero_evaluates_never():
+    history = train(make_trainer(), make_data(8), num_epochs=2, eval_dataset=make_data(8), eval_interval=0)
+    assert set(history.get_metric_names()) == {"train_loss_epoch"}
+
+
 def test_evaluate_goes_on_with_the_sets_of_the_training_run():
     trainer = make_trainer()
     train(trainer, eval_dataset=two_sets())

@@ -12,6 +12,7 @@ from torch import nn
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.module.chunked_loss import linear_cross_entropy
 from drivetrain.optim import ConstantLr
+from drivetrain.train.batches import carried_loss
 from drivetrain.train.callbacks import TerminateOnNaNCallback
 from drivetrain.train.trainer import Trainer
 
@@ -65,6 +66,27 @@ class CarriesUnshiftedLoss(CarriesLoss):
     is_causal = False
 
 
+class CarriesMaskedMean(CarriesLoss):
+    """Computes the same mean by hand, so nobody can see over which labels."""
+
+    def forward(self, x, labels=None):
+        logits = Tagger.forward(self, x)
+        targets = F.pad(labels, (0, 1), value=-100)[..., 1:] if self.is_causal and labels is not None else labels
+        return types.SimpleNamespace(loss=None if labels is None else Scores()(logits, targets), logits=logits)
+
+
+class EncodesAndDecodes(CarriesMaskedMean):
+    is_causal, config = False, types.SimpleNamespace(is_encoder_decoder=True)
+
+
+class CarriesLossInDict(CarriesLoss):
+    """DDP returns copies of the tensors of such an output."""
+
+    def forward(self, x, labels=None):
+        result = super().forward(x, labels)
+        return {"loss": result.loss, "logits": result.logits} if labels is not None else result.logits
+
+
 class OwnLoss(nn.Module):
     def forward(self, outputs, targets):
         return 0.5 * F.cross_entropy(outputs.permute(0, 2, 1).flatten(0, 1), targets.flatten())
@@ -85,6 +107,24 @@ class OwnHook(Trainer):
         return {"loss": outputs.loss, "model_outputs": outputs.logits, "batch_size": len(batch["x"])}
 
 
+class NormalisedHook(Trainer):
+    """Divides by the labels of the batch on all ranks itself, and reports that."""
+
+    def calculate_train_batch_loss(self, batch):
+        outputs, labels = self.model(batch["x"]), batch["labels"]
+        number = (labels != -100).sum()
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(number)
+        loss = F.cross_entropy(outputs, labels, reduction="sum") / number
+        size = len(labels)
+        return {"loss": loss, "model_outputs": outputs, "batch_size": size, "num_items_in_batch": number}
+
+
+def with_number_of_items(data: list[dict]) -> dict:
+    """A collate function, as programs write it whose models divide by the items of all parts."""
+    return {**joined(data), "num_items_in_batch": torch.tensor(29.0)}
+
+
 CLASS_WEIGHTS = torch.tensor([0.3, 1.0, 2.5, 0.7, 4.0], dtype=DOUBLE)
 CASES: dict[str, dict] = {
     "cross entropy": {"loss": nn.CrossEntropyLoss()},
@@ -103,7 +143,11 @@ CASES: dict[str, dict] = {
     "causal model": {"model": CarriesLoss},
     "masked model": {"model": CarriesUnshiftedLoss},
     "masked model, labels asked for": {"model": CarriesUnshiftedLoss, "count_items": "labels"},
+    "causal model with a mean by hand": {"model": CarriesMaskedMean, "count_items": "labels"},
+    "encoder and decoder with a mean by hand": {"model": EncodesAndDecodes, "count_items": "labels"},
     "causal model in a hook": {"model": CarriesLoss, "trainer": OwnHook},
+    "causal model that DDP passes on": {"model": CarriesLossInDict, "ddp": {"find_unused_parameters": True}},
+    "a sum over the number in the batch": {"model": CarriesLoss, "collate": with_number_of_items},
     "units": {"loss": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), "units": True},
     "units with a sum": {"loss": nn.CrossEntropyLoss(reduction="sum"), "units": True},
 }  # fmt: skip
@@ -122,7 +166,7 @@ def joined(data: list[dict]) -> dict:
 
 
 def loss_of(model: nn.Module, case: dict, batch: dict) -> torch.Tensor:
-    return case["loss"](model(batch["x"]), batch["labels"]) if "loss" in case else model(**batch).loss
+    return case["loss"](model(batch["x"]), batch["labels"]) if "loss" in case else carried_loss(model(**batch))
 
 
 def expected(name: str, step: int = BATCH) -> tuple[list[torch.Tensor], float, float]:
@@ -133,7 +177,7 @@ def expected(name: str, step: int = BATCH) -> tuple[list[torch.Tensor], float, f
     for _ in range(2):
         losses, counts = [], []
         for start in range(0, ROWS, step):
-            batch = joined(data[start : start + step])
+            batch = case.get("collate", joined)(data[start : start + step])
             loss = loss_of(model, case, batch)
             losses.append(loss.item())
             counts.append(count_of(case, batch))
@@ -146,13 +190,17 @@ def expected(name: str, step: int = BATCH) -> tuple[list[torch.Tensor], float, f
         else torch.tensor(losses, dtype=DOUBLE) @ torch.tensor(counts, dtype=DOUBLE)
     )
     mean = mean if "sum" in name and "rows" not in name else (mean / sum(counts)).item()
-    return [p.detach() for p in model.parameters()], mean, loss_of(model, case, joined(data)).item()
+    return (
+        [p.detach() for p in model.parameters()],
+        mean,
+        loss_of(model, case, case.get("collate", joined)(data)).item(),
+    )
 
 
 def count_of(case: dict, batch: dict) -> float:
     """What a loss is a mean over, written down once more by hand."""
     labels, loss = batch["labels"], case.get("loss")
-    if case.get("model") is CarriesLoss:
+    if issubclass(case.get("model", Tagger), CarriesLoss) and case["model"].is_causal:
         labels = labels[:, 1:]
     if callable(loss) and "rows" in next(name for name, other in CASES.items() if other is case) and "one" not in case:
         return len(labels)
@@ -170,12 +218,14 @@ def trained(name: str, **settings) -> tuple[list[torch.Tensor], float, float]:
             "body": ConstantLr("SGD", {"lr": 0.05}, model, updated_modules="body", grad_clip=None),
         }
     cls = case.get("trainer", Trainer)
-    callbacks = (TerminateOnNaNCallback(),)
-    trainer = cls(model, case.get("loss"), optimizer, callbacks=callbacks, count_items=case.get("count_items"))
-    loading = {"num_workers": 0, "shuffle": False}
-    history = trainer.train(data, num_epochs=2, train_dataloader_kwargs=loading, **settings)
+    options = {"callbacks": (TerminateOnNaNCallback(),), "count_items": case.get("count_items"), **case.get("ddp", {})}
+    trainer = cls(model, case.get("loss"), optimizer, **options)
+    loading, collate = {"num_workers": 0, "shuffle": False}, case.get("collate")
+    history = trainer.train(data, num_epochs=2, train_dataloader_kwargs=loading, collate_fn=collate, **settings)
     mean = history.get_latest_metric("train_loss_epoch")
-    whole = trainer.evaluate(data, per_device_batch_size=3, dataloader_kwargs={"num_workers": 0})["evaluation_loss"]
+    loading = {"num_workers": 0}
+    whole = trainer.evaluate(data, per_device_batch_size=3, dataloader_kwargs=loading, collate_fn=collate)
+    whole = whole["evaluation_loss"]
     return [p.detach() for p in model.parameters()], mean, whole
 
 
@@ -213,7 +263,7 @@ def all_on_ranks() -> dict:
     }
     for index, name in enumerate(CASES):
         for split, settings in splits.items():
-            if split == "batches" or index % 6 == 0 or "sum" in name:
+            if split == "batches" or index % 6 == 0 or "sum" in name or "DDP" in name:
                 found[name, split] = trained(name, **settings)
     return found
 
@@ -226,6 +276,30 @@ def test_two_processes_train_as_one_does_whatever_the_loss_is_a_mean_over(world2
                 assert_same(ours, expected(name))
             except AssertionError as error:
                 raise AssertionError(f"{name}, {split}: {error}") from error
+
+
+def normalised(settings: dict) -> list[torch.Tensor]:
+    model = Tagger()
+    trainer = NormalisedHook(model, None, torch.optim.SGD(model.parameters(), lr=0.05), callbacks=())
+    loading = {"num_workers": 0, "shuffle": False}
+    trainer.train(rows(), num_epochs=2, train_dataloader_kwargs=loading, **settings)
+    return [p.detach() for p in model.parameters()]
+
+
+def test_batches_that_a_hook_has_normalised_over_all_ranks_count_alike_in_their_window(world2):
+    model = Tagger()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(2):
+        for window in ((range(4), range(4, 8)), (range(8, 12), range(12, 14))):
+            batches = [joined([rows()[index] for index in indices]) for indices in window]
+            losses = [F.cross_entropy(model(batch["x"]), batch["labels"]) for batch in batches]
+            optimizer.zero_grad()
+            (sum(losses) / 2).backward()
+            optimizer.step()
+    settings = {"global_batch_size": 4, "gradient_accumulation_steps": 2}
+    for ours in (normalised(settings), *world2(normalised, settings)):
+        for mine, theirs in zip(ours, model.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
 def warnings_of(settings: dict, count_items=None) -> list[str]:

@@ -205,6 +205,19 @@ def test_the_loop_calls_overridden_hooks_and_else_the_stepper_with_the_same_resu
     assert plain.optimizer.param_groups[0]["lr"] == same.optimizer.param_groups[0]["lr"] < 0.1
 
 
+@pytest.mark.parametrize(("interval", "times"), [("step", 6), ("epoch", 2)])
+def test_a_scheduler_step_of_ones_own_needs_no_scheduler(interval, times):
+    class Own(Trainer):
+        calls = 0
+
+        def scheduler_step(self):
+            self.calls += 1
+
+    trainer = make_trainer(cls=Own)
+    train(trainer, make_data(24), num_epochs=2, scheduler_interval=interval)
+    assert trainer.calls == times
+
+
 def test_a_guest_who_comes_during_the_run_is_heard():
     seen = []
 

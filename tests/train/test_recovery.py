@@ -13,6 +13,7 @@ from drivetrain.module.finite import NonFinitePolicy
 from drivetrain.optim import ConstantLr
 from drivetrain.optim.optim_set import OptimSet
 from drivetrain.optim.optimizers.decoupled import Lion
+from drivetrain.optim.optimizers.wrapper import SAMOptimizer
 from drivetrain.runtime.ranks import get_rank
 from drivetrain.train.callbacks import TerminateOnNaNCallback, TrainerCallback
 from drivetrain.train.trainer import Trainer
@@ -117,7 +118,10 @@ def test_a_bad_batch_is_left_out_with_clipping_accumulation_and_parts(clipping):
     assert is_finite(weights(model)) and len(history.get_metric_values("nonfinite_update")) == 1
 
 
-def test_an_infinite_loss_with_finite_gradients_is_left_out():
+@pytest.mark.parametrize(
+    ("settings", "left_out"), [({}, [1]), ({"gradient_accumulation_steps": 2}, [0, 1]), ({"microbatch_size": 4}, [0])]
+)
+def test_an_infinite_loss_with_finite_gradients_is_left_out(settings, left_out):
     class Offset(nn.Module):
         calls = 0
 
@@ -129,9 +133,24 @@ def test_an_infinite_loss_with_finite_gradients_is_left_out():
     trainer = Trainer(
         model, Offset(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=(), count_items=lambda b: len(b[0])
     )
-    train(trainer, data)
-    hand_loop(reference, torch.optim.SGD(reference.parameters(), lr=0.1), data, leave_out=[1])
-    assert all(map(torch.equal, weights(model), weights(reference)))
+    train(trainer, data, **settings)
+    hand_loop(reference, torch.optim.SGD(reference.parameters(), lr=0.1), data, leave_out=left_out)
+    for mine, theirs in zip(weights(model), weights(reference), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_gradients_that_are_not_finite_in_a_repeated_pass_are_left_out():
+    model, reference, data = make_model(), make_model(), make_data()
+    sam = lambda model: SAMOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), rho=0.05)
+    factors = iter([1.0, 1.0, 1.0, math.nan, 1.0, 1.0])  # two backward passes for each update
+    next(model.parameters()).register_hook(lambda gradient: gradient * next(factors))
+    trainer = make_trainer(model, optimizer=sam(model))
+    history = train(trainer, data)
+    assert history.get_metric_values("nonfinite_update") == [2]
+    rows = [*range(8), *range(16, 24)]
+    train(make_trainer(reference, optimizer=sam(reference)), torch.utils.data.Subset(data, rows))
+    for mine, theirs in zip(weights(model), weights(reference), strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_running_statistics_forget_a_bad_batch():

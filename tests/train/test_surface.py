@@ -10,6 +10,8 @@ from torch import nn
 
 import drivetrain
 from drivetrain import utils
+from drivetrain.context.context import Context
+from drivetrain.context.state import State
 from drivetrain.core.errors import StopTrainingError
 from drivetrain.train import callbacks, finetuning
 from drivetrain.train.callbacks import CallbackHandler, TrainerCallback
@@ -17,7 +19,7 @@ from drivetrain.train.schedulers import CosineLrScheduler, SchedulerBase, Statef
 from drivetrain.train.settings import TrainerRunConfig
 from drivetrain.train.tracking import InMemoryRunHistory, LossTracker, RunHistory
 from drivetrain.train.trainer import DEFAULT_CALLBACKS, Trainer, TrainerWithTimmScheduler
-from tests.train.tasks import make_data, make_model, make_trainer, train
+from tests.train.tasks import make_data, make_model, make_trainer, train, weights
 
 NONE = inspect.Parameter.empty  # no default
 
@@ -182,6 +184,31 @@ def test_trainer_and_state_are_one_storage():
     assert trainer.model is model
     trainer.state.loss_fn = loss = nn.MSELoss()
     assert trainer.loss_func is loss
+
+
+def context_of_items(model, loss, optimizer):
+    return Context(model=model, loss_func=loss, optimizer=optimizer, note="kept")
+
+
+def state_of_a_loop(model, loss, optimizer):
+    state = State(model, optimizers=optimizer, note="kept")
+    state.loss_fn = loss
+    return state
+
+
+@pytest.mark.parametrize("make", [context_of_items, state_of_a_loop])
+def test_a_context_brings_its_model_loss_and_optimizer_where_none_are_passed(make):
+    reference, model = make_trainer(), make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trainer = Trainer(None, state=make(model, nn.CrossEntropyLoss(), optimizer), callbacks=())
+    assert trainer.model is model and trainer.optimizer is optimizer and trainer.state.note == "kept"
+    for one in (reference, trainer):
+        train(one)
+    assert all(map(torch.equal, weights(reference.model), weights(model)))
+    other, loss = make_model(), nn.MSELoss()
+    given = torch.optim.SGD(other.parameters(), lr=0.1)
+    trainer = Trainer(other, loss, given, state=make(model, nn.CrossEntropyLoss(), optimizer), callbacks=())
+    assert (trainer.model, trainer.loss_func, trainer.optimizer) == (other, loss, given)
 
 
 CALLBACK_DEFAULTS = {

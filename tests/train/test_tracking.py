@@ -15,6 +15,11 @@ LOSSES = [105.5, 94.7, 98.0, 55.2, 32.5]
 SIZES = [64, 32, 16, 8, 4]
 
 
+def waiting(loss):
+    """A loss that waits in the ring as those of other devices do; a number on the CPU is added at once."""
+    return torch.as_tensor(loss).reshape(1)
+
+
 def weighted_mean(losses, sizes):
     return sum(loss * size for loss, size in zip(losses, sizes)) / sum(sizes)
 
@@ -104,7 +109,7 @@ def test_a_history_of_ones_own_needs_no_set_epoch_to_go_forward():
         history._set_epoch(2)
 
 
-@pytest.mark.parametrize("make", [float, torch.tensor], ids=["floats", "tensors"])
+@pytest.mark.parametrize("make", [float, torch.tensor, waiting])
 def test_the_average_is_weighted_by_sample_counts(make):
     tracker = LossTracker()
     for loss, size in zip(LOSSES, SIZES):
@@ -120,16 +125,38 @@ def test_any_number_of_losses_around_the_ring_has_the_exact_mean(count):
     generator = torch.Generator().manual_seed(count)
     losses = torch.rand(count, generator=generator, dtype=torch.float64)
     sizes = torch.randint(1, 9, (count,), generator=generator).tolist()
-    tracker = LossTracker()
-    for loss, size in zip(losses, sizes):
-        tracker.update(loss, size)
-    assert tracker.average == pytest.approx(weighted_mean(losses.tolist(), sizes), rel=1e-13)
+    expected = pytest.approx(weighted_mean(losses.tolist(), sizes), rel=1e-13)
+    for given in (losses, losses[:, None]):
+        tracker, alike = LossTracker(), LossTracker()
+        for loss, size in zip(given, sizes):
+            tracker.update(loss, size)
+            alike.update(loss, 3)
+        assert tracker.average == expected and tracker.loss_value == losses[-1]
+        counted = LossTracker()
+        for loss, size in zip(given, sizes):
+            counted.update(loss, torch.tensor(size))
+        counted.update(0.0, 5)
+        total, weight = (float(number) for number in counted.unread_sums())
+        assert total / (weight - 5) == expected and counted.running_count == sum(sizes) + 5
+        assert alike.average == pytest.approx(losses.mean().item(), rel=1e-13) and alike.running_count == 3 * count
+
+
+def test_losses_that_are_not_finite_are_ignored_where_their_updates_are_skipped():
+    for make in (float, torch.tensor, waiting):
+        for count in (int, torch.tensor):
+            tracker, open_to_all = LossTracker(), LossTracker()
+            tracker.leaves_out_nonfinite = True
+            for loss in (2.0, math.nan, 4.0, math.inf):
+                tracker.update(make(loss), count(3))
+                open_to_all.update(make(loss), count(3))
+            assert (tracker.average, tracker.running_count) == (3.0, 6)
+            assert math.isnan(open_to_all.average)
 
 
 def test_memory_stays_constant_over_many_steps():
     tracker = LossTracker()
     for _ in range(1000):
-        tracker.update(torch.ones(()), 2)
+        tracker.update(torch.ones(1), 2)
         assert len(tracker._ring) < 64
     assert tracker.total_loss == 2000.0
 
@@ -156,14 +183,20 @@ def test_a_tracked_loss_holds_on_to_no_graph():
     weight = torch.ones((), requires_grad=True)
     tracker = LossTracker()
     tracker.update(weight * 2, 1)
-    assert all(not loss.requires_grad for loss in tracker._ring)
+    tracker.update(waiting(weight * 2), torch.ones((), requires_grad=True) * 2)
+    assert [loss.requires_grad for loss in tracker._ring] == [False]
+    assert not any(total.requires_grad for total in tracker.unread_sums())
 
 
 def test_without_samples_the_average_is_nan():
     tracker = LossTracker()
     assert math.isnan(tracker.average)
-    tracker.update(torch.tensor(1.0), 0)
+    for loss in (torch.tensor(1.0), math.nan, torch.tensor(math.nan), waiting(math.nan)):
+        tracker.update(loss, 0)
+    tracker.update(waiting(math.nan), torch.tensor(0))
     assert math.isnan(tracker.average)
+    tracker.update(2.0)
+    assert tracker.average == 2.0
 
 
 def test_reset_forgets_everything():
@@ -178,6 +211,8 @@ def test_the_latest_known_loss_on_a_cpu_is_the_last_one():
     assert tracker.latest_known is None
     tracker.update(torch.tensor(1.5), 1)
     assert tracker.latest_known == 1.5
+    tracker.update(waiting(2.5), 1)
+    assert tracker.latest_known == 2.5
     tracker.update(0.5, 1)
     assert tracker.latest_known == 0.5
 

@@ -216,13 +216,13 @@ def _newest_first(directory: Path) -> tuple[list[tuple[str, int]], list[tuple[st
         order, broken, is_changed = [], [], False
         for folder in layout.checkpoint_folders(directory):
             try:
-                order.append((layout.read_manifest(folder).sequence, not folder.name.startswith("."), folder.name))
+                order.append((layout.read_manifest(folder).sequence, folder.name))
             except CheckpointError as error:
                 # It was there a moment ago, or is there again: a save is replacing it.
                 is_changed = is_changed or not folder.is_dir() or _sequence(folder) is not None
                 broken.append((folder.name, str(error)))
         if not is_changed:
-            return [(name, sequence) for sequence, _, name in sorted(order, reverse=True)], broken
+            return [(name, sequence) for sequence, name in sorted(order, reverse=True)], broken
 
 
 def _sequence(folder: Path) -> int | None:

@@ -219,7 +219,7 @@ class SmartDataLoader(DataLoader[T_co]):
             cursor.sampler = sampler_state(self._order)
         else:
             held = held_generators(self, "dataset")
-            if cursor.start and last.generators:
+            if cursor.start and last.generators and not stream.has_ended(last.stream, data_rank()):
                 set_generators(held, last.generators)
             cursor.generators = generator_states(held)
         self._cursor = cursor

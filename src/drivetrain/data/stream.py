@@ -294,6 +294,14 @@ def own_stream_state(stream: Any, mode: IterableMode, rank: int, world: int, num
     return stream["ranks"][rank]
 
 
+def has_ended(saved: Any, rank: int) -> bool:
+    """Return whether a rank had read its saved stream to the end, so that nothing of it is read again."""
+    if saved is None or "ranks" not in saved:
+        return saved is not None and bool(saved["ended"])
+    places = [place for own in saved["ranks"][rank : rank + 1] for place in own["workers"].values()]
+    return bool(places) and all(place["ended"] for place in places)
+
+
 def _log_skipped(count: int) -> None:
     if count:
         text = (

@@ -80,8 +80,6 @@ class AccumulationWindow:
 
     def correction(self, total: Count | None = None) -> Count | None:
         """Return c for the closing window, or None if it is exactly one. `total` is N if a reduction computed it."""
-        if self.is_plain:
-            return None
         if self.is_sum:
             return self.world if self.world > 1 else None
         total = total if total is not None else self.everywhere if self.everywhere is not None else self.items

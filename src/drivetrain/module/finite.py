@@ -175,11 +175,10 @@ class StepGuard:
 
     def open(self) -> None:
         """Save the running statistics, so that a skipped batch can be removed from them."""
-        with torch.no_grad():
-            full = len(self._copies) == self._copies.maxlen
-            copies = self._copies.popleft() if full else [torch.empty_like(b) for b in self._statistics]
-            torch._foreach_copy_(copies, self._statistics)
-            self._copies.append(copies)
+        full = len(self._copies) == self._copies.maxlen
+        copies = self._copies.popleft() if full else [torch.empty_like(b) for b in self._statistics]
+        torch._foreach_copy_(copies, self._statistics)
+        self._copies.append(copies)
 
     def seed(self, loss: Tensor) -> Tensor | None:
         """Return the gradient that the backward pass of a loss starts with: None for one, NaN for a loss that is not finite."""
@@ -271,7 +270,7 @@ class StepGuard:
         """Restore the counts and an open window."""
         self.in_a_row, self.total = state["in_a_row"], state["total"]
         self.batches_to_skip, self._rejected = state["to_pass_over"], state.get("rejected", False)
-        self._copies = deque(state.get("statistics", ()), maxlen=3)
+        self._copies = deque(state.get("statistics", ()), maxlen=self._copies.maxlen)
 
     def _exchanged(self, flag: Tensor) -> Tensor:
         """Set the flag on all ranks where it is set on any."""
@@ -300,8 +299,7 @@ class StepGuard:
             return
         self.in_a_row, self.total, self.verdict = self.in_a_row + 1, self.total + 1, self.verdict | verdict
         if self._copies:
-            with torch.no_grad():
-                torch._foreach_copy_(self._statistics, self._copies[copy])
+            torch._foreach_copy_(self._statistics, self._copies[copy])
 
 
 def _number(flag: Tensor | bool, like: Tensor | bool) -> Tensor:

@@ -137,12 +137,11 @@ class LossWatch(TorchFunctionMode):
         leaves = list(_leaves(batch))
         self._entries = [(path, value) for path, value in leaves if isinstance(value, Tensor) and value.ndim]
         self._numbers = {id(value) for path, value in leaves if path and path[-1] == "num_items_in_batch"}
-        # Weak, by identity: the watch keeps no activation alive. Scalars are kept, because a wrapper may return a copy of one.
+        # Weak, by identity: the watch keeps no activation alive.
         self._labels: MutableMapping[Tensor, _Labels] = WeakIdKeyDictionary(
             {tensor: _Labels(path, tensor.ndim) for path, tensor in self._entries}
         )
         self._losses: MutableMapping[Tensor, LossItems] = WeakIdKeyDictionary()
-        self._scalars: list[Tensor] = []
         self._sizes: MutableMapping[Tensor, int] = WeakIdKeyDictionary()  # of sums, how many elements they have
         self._picked: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()  # their sizes depend on values
         self.factors: list[object] = []
@@ -152,11 +151,7 @@ class LossWatch(TorchFunctionMode):
         """Return what a loss, computed while the watch was active, is a mean over."""
         if not isinstance(loss, Tensor):
             return UNKNOWN
-        found = self._losses.get(loss)
-        if found is None and "DDPSink" in type(loss.grad_fn).__name__:  # by which DDP returns the model's outputs
-            before = [function for function, _ in loss.grad_fn.next_functions]  # type: ignore[union-attr]
-            found = next((self._losses[scalar] for scalar in self._scalars if scalar.grad_fn in before), None)
-        return UNKNOWN if found is None else found
+        return self._losses.get(loss, UNKNOWN)
 
     def note(self, loss: Tensor, target: Tensor, ignore_index: int, reduction: str) -> None:
         """Record a cross entropy that was computed without torch's own function."""
@@ -165,8 +160,6 @@ class LossWatch(TorchFunctionMode):
     def _keep(self, loss: Tensor, items: LossItems | None) -> None:
         if items is not None:
             self._losses[loss] = items
-            if loss.ndim == 0:
-                self._scalars.append(loss)
 
     def __torch_function__(
         self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: Any = None

@@ -140,7 +140,7 @@ class TrainerLoop(EvaluationLoop):
             run.stepper.was_skipped = False  # the epoch counts, whatever became of its last update
             if isinstance(self.scheduler, ReduceLROnPlateau):
                 self._step_plateau()
-            elif self.scheduler is not None:
+            else:
                 self.scheduler_step()
         run.agreement.call(self.training_run_epoch_end)
         run.fire.epoch_checkpoint()

@@ -60,9 +60,11 @@ def make_state(
     if given is not None and given is not state:
         for name, value in given._items().items():
             setattr(state, name, value)
-        optimizer = optimizer if optimizer is not None else getattr(given, "optimizer", None)
-        loss_func = loss_func if loss_func is not None else getattr(given, "loss_func", None)
-    state.model = model if model is not None else getattr(given, "model", None)
+    if loss_func is None:
+        loss_func = getattr(state, "loss_func", None) if state.loss_fn is None else state.loss_fn
+    if optimizer is None:
+        optimizer = state.optimizers or getattr(state, "optimizer", None)
+    state.model = state.model if model is None else model
     state.loss_fn, state.device = loss_func, device
     state.optimizers = () if optimizer is None else optimizer if isinstance(optimizer, tuple) else (optimizer,)
     state.schedulers = ()

@@ -93,7 +93,7 @@ class Trainer(TrainerLoop):
         strict: makes warnings, unused parameters and waits for the device inside a step errors.
         find_unused_parameters: DDP: the loss of a step may not depend on all parameters.
         static_graph: DDP: every step uses the same parameters.
-        state: a `Context` to train.
+        state: a `Context` to train. Its model, loss and optimizer are used where none is passed: `Trainer(None, state=ctx)`.
         scale_schedule_ratio: multiplies the length of the run and of its schedules.
         optimizers: another name for `optimizer`.
         train_dataloader: the default for `train(train_dataset=...)`.

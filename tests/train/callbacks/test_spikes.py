@@ -9,6 +9,8 @@ from torch import nn
 
 from drivetrain.core.errors import ConfigError, NonFiniteError
 from drivetrain.module.finite import NonFinitePolicy
+from drivetrain.optim import ConstantLr
+from drivetrain.optim.optim_set import OptimSet
 from drivetrain.train.callbacks import LossSpike
 from tests.train.tasks import make_data, make_trainer, train, weights
 
@@ -27,9 +29,14 @@ def spiking_data(rows=80, batches=(SPIKE,)):
     return data
 
 
-def run(data, spike, **kwargs):
+def of_units(model):
+    rate = {"lr": 0.01, "momentum": 0.9}
+    return OptimSet(main=ConstantLr("SGD", rate, model, grad_clip=None))
+
+
+def run(data, spike, make_optimizer=lambda model: None, **kwargs):
     model = make_model()
-    trainer = make_trainer(model, lr=0.01, callbacks=[spike], device="cpu")
+    trainer = make_trainer(model, lr=0.01, optimizer=make_optimizer(model), callbacks=[spike], device="cpu")
     return trainer, train(trainer, data, **kwargs), weights(model)
 
 
@@ -53,9 +60,10 @@ def reference(data, leave_out, good=None, every=1):
     return weights(model)
 
 
-def test_a_spike_is_left_out_as_a_hand_written_loop_does_it_and_recorded():
+@pytest.mark.parametrize("make_optimizer", [lambda model: None, of_units])
+def test_a_spike_is_left_out_as_a_hand_written_loop_does_it_and_recorded(make_optimizer):
     data = spiking_data()
-    _, history, ours = run(data, LossSpike(min_losses=4))
+    _, history, ours = run(data, LossSpike(min_losses=4), make_optimizer)
     assert all(map(torch.equal, ours, reference(data, [SPIKE])))
     assert len(history.get_metric_values("loss_spike")) == 1 and history.get_metric_values("nonfinite_update") == []
 
@@ -73,6 +81,14 @@ def test_rollback_passes_over_the_spike_and_the_batches_after_it(every):
     expected = reference(data, [SPIKE, SPIKE + 1, SPIKE + 2], good=SPIKE, every=every)
     assert all(map(torch.equal, ours, expected))
     assert trainer.state.clock.batch == 10 and trainer.state.clock.sample == 80
+
+
+def test_numbers_that_are_not_finite_are_only_skipped_where_spikes_roll_back():
+    data = spiking_data(batches=())
+    data.tensors[0][SPIKE * 8] = math.nan
+    trainer, _, ours = run(data, LossSpike(min_losses=4, action="rollback", pass_over=0))
+    assert trainer.run.good is not None and all(map(torch.equal, ours, reference(data, [SPIKE])))
+    assert run(data, LossSpike(min_losses=4))[0].run.good is None  # nothing returns, so nothing is copied
 
 
 def test_without_a_spike_nothing_changes():

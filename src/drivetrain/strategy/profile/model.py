@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from drivetrain.core.types import Batch
 from drivetrain.module.blocks import find_blocks
 from drivetrain.module.checkpointing import checkpoint_blocks
-from drivetrain.module.probing import attributes_set
+from drivetrain.module.probing import attributes_set, silence_torch_logging
 from drivetrain.strategy.profile.fake_world import (
     Deadline,
     OutOfTime,
@@ -60,7 +60,6 @@ from drivetrain.strategy.profile.torch_private import (
     ROUNDING,
     captured_saved_bytes,
     fake_mode,
-    silence_torch_logging,
     traced_saved_bytes,
 )
 from drivetrain.strategy.profile.unit_recorder import OperationList, UnitRecorder, hooked
