@@ -71,9 +71,8 @@ def shard_fully(
     if any(parameter.is_meta and parameter.numel() for parameter in whole):
         names = [name for name, parameter in model.named_parameters() if any(parameter is one for one in whole)]
         raise ConfigError(
-            f"{', '.join(names)}: a parameter without dimensions, or of another type than those around it, cannot be sharded, and on the "
-            "meta device its gradient cannot be averaged either. Give it the shape (1,) and their type, or materialise the model before "
-            "sharding."
+            f"{', '.join(names)}: a parameter without dimensions, or of another type than those around it, cannot be sharded on the meta "
+            "device. Give it the shape (1,) and their type, or materialise the model before sharding."
         )
     settings = {"mesh": mesh, "ignored_params": {*ignored, *whole}, **fully_shard_kwargs}
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from drivetrain.context.context import Context
 from drivetrain.core.arguments import check_callable
@@ -24,7 +25,6 @@ from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.group import init_distributed
 from drivetrain.runtime.ranks import get_num_processes, is_master
-from drivetrain.runtime.seeds import preserve_rng_state
 from drivetrain.strategy.apply import Application, LossFunc, PrepareInput, check_model
 from drivetrain.strategy.batching import BatchSplit, plan_batch
 from drivetrain.strategy.device_spec import DeviceSpec
@@ -33,7 +33,7 @@ from drivetrain.strategy.mesh import mesh_size
 from drivetrain.strategy.method import is_whole
 from drivetrain.strategy.reading import reject_pickle_name
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
-from drivetrain.strategy.search.constraints import NUMERICS, SearchConstraints, with_included
+from drivetrain.strategy.search.constraints import SearchConstraints, with_included
 from drivetrain.strategy.stepping import PlannedLoader, PlannedOptimizer, PlannedScheduler, make_loader
 from drivetrain.strategy.task import CallModel, ParameterGroups, TrainingTask, read_samples
 from drivetrain.strategy.trial.checking import NOT_EXACT
@@ -107,18 +107,14 @@ class Options:
     allow_pickle: bool = False
     strict: bool = False
     count_items: Callable[..., Count] | None = None
-    """Counts what the loss is a mean over, from the prepared input: parts of a batch are weighted by it. None: as is found out, else by
-    samples."""
+    """Counts what the loss is a mean over, from the prepared input; None: as is found out, else samples."""
 
     def __post_init__(self) -> None:
         if self.count_items is not None:
             check_callable("count_items", self.count_items, "a function of the prepared input that returns a count")
-        if self.numerics not in NUMERICS:
-            raise ConfigError(f"numerics={self.numerics!r}: expected 'exact', 'mixed' or 'low'.")
         if self.world_size is not None and not (self.plan_only and is_whole(self.world_size)):
             raise ConfigError(
-                f"world_size={self.world_size!r}: expected a whole number of at least 1, together with plan_only=True. A plan that is "
-                "applied is for the processes that were started."
+                f"world_size={self.world_size!r}: expected a whole number of at least 1, together with plan_only=True."
             )
         if self.sample_batch is not None and self.batch_size is None:
             raise ConfigError(
@@ -206,8 +202,7 @@ def auto_accelerate(
     check_model(model)
     if model_input_format not in _FORMATS:
         raise ConfigError(
-            f"model_input_format={model_input_format!r}: expected None for model(x), 'unpack_sequence' for model(*x), or 'unpack_dict' for "
-            "model(**x)."
+            f"model_input_format={model_input_format!r}: expected None (model(x)), 'unpack_sequence' (model(*x)) or 'unpack_dict'."
         )
     if save_strategy_to_file is not None:
         reject_pickle_name(save_strategy_to_file)
@@ -419,25 +414,17 @@ class _Request:
     def _dry_run(self, plan: Strategy, device: torch.device, batch: BatchSplit | None) -> DryRunOutcome:
         if self.options.ignore_dryrun_on_load_strategy:
             return DryRunOutcome(notes=("dry run: skipped, because ignore_dryrun_on_load_strategy is set",))
-        needs = {
-            "optim_func": self.given.optim_func,
-            "loss_func": self.given.loss_func,
-            "readable data": self.task.samples,
-        }
-        if missing := [name for name, there in needs.items() if there is None]:
-            return DryRunOutcome(notes=(f"dry run: skipped, because there is no {' and no '.join(missing)}",))
+        if missing := self.task.missing():
+            return DryRunOutcome(notes=(f"dry run: skipped, because {missing}",))
         return verify_plan(plan, self.task, device=device, batch=batch)
 
     def _samples(self) -> object:
-        """Return a few samples as a loader yields them, the same on all ranks; reading them disturbs no random state."""
+        """Return a few samples as a loader yields them, the same on all ranks."""
         if self.dataset is not None:
             try:
-                with preserve_rng_state():
-                    return read_samples(self.dataset, self.loader_args.get("collate_fn"))
+                return read_samples(self.dataset, self.loader_args.get("collate_fn"))
             except Exception:  # the first batch raises it again, unless a sampler leaves those samples out
                 return None
         if not self.options.expand_sample_batch:
             return self.options.sample_batch
-        from torch.utils._pytree import tree_map_only
-
-        return tree_map_only(torch.Tensor, lambda tensor: tensor.unsqueeze(0), self.options.sample_batch)
+        return tree_map_only(Tensor, lambda tensor: tensor.unsqueeze(0), self.options.sample_batch)

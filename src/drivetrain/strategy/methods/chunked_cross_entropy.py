@@ -73,13 +73,11 @@ class ChunkedCrossEntropy(Method):
     def apply(self, ctx: "Application", config: ChunkedConfig) -> None:
         if ctx.ddp_settings.get("find_unused_parameters"):
             raise ConflictError(
-                "chunked_cross_entropy and find_unused_parameters=True cannot be used together: the loss uses the head, where DDP does not "
-                "look for it. Remove one of them."
+                "chunked_cross_entropy and find_unused_parameters=True cannot be used together: DDP does not see the head in the loss."
             )
         if ctx.sample is None:
             raise UnsupportedMethodError(
-                "chunked_cross_entropy needs a few samples to check that the model ends in a linear layer. Pass dataset or sample_batch, "
-                "or remove the method."
+                "chunked_cross_entropy needs samples, to find the model's last linear layer. Pass dataset or sample_batch."
             )
         arguments = ctx.sample_arguments()
         if arguments is None:
@@ -96,8 +94,7 @@ class ChunkedCrossEntropy(Method):
         fp8 = ctx.plan.config("fp8")
         if fp8 is not None and any(word in name for word in fp8.include):
             raise ConflictError(
-                f"fp8 and chunked_cross_entropy both replace the head {name!r}. Remove it from fp8's include, or remove "
-                f"chunked_cross_entropy."
+                f"fp8 and chunked_cross_entropy both replace the head {name!r}. Remove one of them, or the head from fp8's include."
             )
         step = loss_and_logit_gradients
         if (compiler := ctx.plan.config("native_dynamo")) is not None:

@@ -70,8 +70,7 @@ class ParallelMode(Method):
                 )
             if len(config) == 3 and config[2]:
                 raise MethodConfigError(
-                    f"parallel_mode: multi_instance={config[2]!r} is not supported. Several instances of a model are the ranks along the "
-                    "'data' axis."
+                    f"parallel_mode: multi_instance={config[2]!r} is not supported. Use a 'data' axis for several instances of a model."
                 )
             config = {"axes": config[0] or (), "rank_order": config[1] if len(config) > 1 else None}
         return super().parse(config)
@@ -174,8 +173,7 @@ class MixedParallel(Method):
     def read(self, values: Settings) -> Settings:
         if values.get("parallel_mode") is None:
             raise MethodConfigError(
-                "mixed_parallel: parallel_mode is missing; expected the axes, such as {'parallel_mode': [('tensor', 2), ('pipe', 2), "
-                "('data', 1)]}."
+                "mixed_parallel: parallel_mode is missing; expected the axes, such as {'parallel_mode': [('tensor', 2), ('pipe', 2)]}."
             )
         axes = {axis for axis, size in values["parallel_mode"].axes if size > 1}
         for key, axis in (("tensor_config", "tensor"), ("pipe_config", "pipe")):

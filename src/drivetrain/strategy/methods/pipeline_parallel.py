@@ -189,8 +189,7 @@ def _check_methods(ctx: "Application", schedule: str) -> None:
         )
     if schedule == "Interleaved1F1B" and ctx.scaler_dtype is torch.float16:
         raise UnsupportedMethodError(
-            "pipeline_parallel: interleaved schedules do not support the gradient scaler of float16. Use ('amp_native', 'bf16'), "
-            "or one stage on each rank."
+            "pipeline_parallel: interleaved schedules cannot scale gradients of float16. Use 'bf16', or one stage on each rank."
         )
     for name, key in {**dict.fromkeys(sorted(SHARDING), "wrap"), "checkpoint": "wrap_class"}.items():
         config = ctx.plan.config(name)

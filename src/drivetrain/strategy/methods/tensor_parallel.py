@@ -1,6 +1,4 @@
-"""Split matrices over the ranks of the `tensor` axis. The plan for the layers is given, registered, the model's own, or found by
-running a block.
-"""
+"""Split matrices over the ranks of the `tensor` axis. Layers are given, registered, the model's own, or found by running a block."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -151,8 +149,7 @@ class TensorParallel(Method):
         is_wanted = config.loss_parallel is True or (config.loss_parallel == "auto" and is_found and is_possible)
         if config.loss_parallel is True and site.axis("pipe") > 1:
             raise ConflictError(
-                "tensor_parallel: loss_parallel=True and a 'pipe' axis cannot be used together, because the last stage computes the loss. "
-                "Remove loss_parallel."
+                "tensor_parallel: with a 'pipe' axis the last stage computes the loss. Remove loss_parallel."
             )
         with_head = split_head(site.model, expanded, size) if is_wanted else None
         if with_head is None and config.loss_parallel is True:

@@ -56,12 +56,7 @@ from drivetrain.strategy.profile.findings import (
 )
 from drivetrain.strategy.profile.operations import fused, tensors_of, work_of
 from drivetrain.strategy.profile.step_memory import StepMemory, mean_of_outputs
-from drivetrain.strategy.profile.torch_private import (
-    ROUNDING,
-    captured_saved_bytes,
-    fake_mode,
-    traced_saved_bytes,
-)
+from drivetrain.strategy.profile.torch_private import ROUNDING, captured_saved_bytes, fake_mode, traced_saved_bytes
 from drivetrain.strategy.profile.unit_recorder import OperationList, UnitRecorder, hooked
 from drivetrain.strategy.profile.values import ARITHMETICS, COMPILED, FUSED, PARTS, ModelProfile, line_through
 from drivetrain.strategy.task import TrainingTask

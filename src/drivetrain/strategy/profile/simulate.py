@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from drivetrain.module import ddp, tensor_inference
 from drivetrain.module.loss_items import UNKNOWN
@@ -228,8 +229,6 @@ def _follow(
 
 def _fake_task(job: _Job, mode: "FakeTensorMode") -> TrainingTask:
     """Return the task with fake samples, and with the optimizer's loop over parameters that the device would choose."""
-    from torch.utils._pytree import tree_map_only
-
     task = job.task
     changes: dict[str, Any] = {"samples": tree_map_only(Tensor, lambda tensor: faked(mode, tensor), task.samples)}
     given = {"fused", "foreach"} & {key for key, value in task.optim_args.items() if value is not None}
@@ -268,8 +267,6 @@ def _in_child(
     task: TrainingTask, plans: Sequence[Strategy], world: int, kind: str, deadline: Deadline
 ) -> list[Simulation]:
     """Simulate in a process of its own, which has no process group yet; it gets the structure of the model, not its memory."""
-    from torch.utils._pytree import tree_map_only
-
     started = time.monotonic()
     try:
         model = None if task.model is None else meta_copy(task.model)

@@ -143,8 +143,7 @@ def watch_memory(app: "Application", plan: "Strategy") -> None:
         real = torch.cuda.max_memory_allocated(app.device)
         if real > predicted * (1 + SURPRISE):
             warn(
-                f"the plan was predicted to need {format_bytes(predicted)} for tensors, and two updates took {format_bytes(real)}. "
-                "Inputs that are larger than the samples of the search would explain it."
+                f"the plan was predicted to need {format_bytes(predicted)} for tensors, and two updates took {format_bytes(real)}."
             )
 
     handle = inner.register_step_post_hook(look)
