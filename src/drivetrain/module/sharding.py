@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
-from drivetrain.core.errors import ConfigError, DistributedError, StateError, unknown_name
+from drivetrain.core.errors import ConfigError, StateError, unknown_name
 from drivetrain.module.blocks import select_modules
 from drivetrain.module.distributed_tensors import is_dtensor, like_sharded, synchronise
 from drivetrain.module.families import is_plain_container
 from drivetrain.module.wrapping import is_fully_sharded, named_clean_parameters, parameter_places, unwrap
-from drivetrain.runtime.ranks import is_distributed, num_data_ranks
+from drivetrain.runtime.ranks import num_data_ranks, require_group
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -49,11 +49,7 @@ def shard_fully(
     model = unwrap(model)
     if is_fully_sharded(model):
         return model
-    if not is_distributed():
-        raise DistributedError(
-            "fully_shard needs a process group, and none is initialized. Start the program with `torchrun "
-            "--nproc-per-node=N program.py` and call drivetrain.runtime.group.init_distributed() first."
-        )
+    require_group("fully_shard")
     mesh = _default_mesh(model) if mesh is None else mesh
     units = _without_shared(model, _units(model, wrap))
     whole = [p for p in model.parameters() if p.ndim == 0 or p.numel() == 0]  # nothing to shard in those

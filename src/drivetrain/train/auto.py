@@ -33,7 +33,7 @@ from drivetrain.strategy.mesh import mesh_size
 from drivetrain.strategy.method import is_whole
 from drivetrain.strategy.reading import reject_pickle_name
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
-from drivetrain.strategy.search.constraints import SearchConstraints, with_included
+from drivetrain.strategy.search.constraints import NUMERICS, SearchConstraints, with_included
 from drivetrain.strategy.stepping import PlannedLoader, PlannedOptimizer, PlannedScheduler, make_loader
 from drivetrain.strategy.task import CallModel, ParameterGroups, TrainingTask, read_samples
 from drivetrain.strategy.trial.checking import NOT_EXACT
@@ -112,6 +112,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.count_items is not None:
             check_callable("count_items", self.count_items, "a function of the prepared input that returns a count")
+        if self.numerics not in NUMERICS:
+            raise ConfigError(f"numerics={self.numerics!r}: expected 'exact', 'mixed' or 'low'.")
         if self.world_size is not None and not (self.plan_only and is_whole(self.world_size)):
             raise ConfigError(
                 f"world_size={self.world_size!r}: expected a whole number of at least 1, together with plan_only=True."

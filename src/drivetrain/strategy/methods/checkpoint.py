@@ -99,7 +99,7 @@ class Checkpoint(Method):
     def check(self, config: CheckpointConfig, site: Site) -> None:
         if config.mode == "full" and {"tensor_parallel", "native_dynamo"} <= set(site.names):
             raise ConflictError(
-                f"checkpoint mode='full', tensor_parallel and native_dynamo cannot be used together: {_SPLIT_AND_COMPILED}. Use 'selective'."
+                f"checkpoint mode='full', tensor_parallel and native_dynamo cannot be combined: {_SPLIT_AND_COMPILED}. Use 'selective'."
             )
         if site.model is not None and config.wrap_class != "auto":
             self.select(site.model, config.wrap_class)

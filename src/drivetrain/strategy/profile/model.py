@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from drivetrain.core.errors import first_line
 from drivetrain.core.types import Batch
 from drivetrain.module.blocks import find_blocks
 from drivetrain.module.checkpointing import checkpoint_blocks
@@ -106,7 +107,7 @@ class ModelProfiler:
         except OutOfTime as late:
             why = f"its run on fake tensors was stopped after {late.seconds:.1f} s"
         except Exception as error:  # the user's code meets fake tensors here, and may fail in any way
-            why = f"the model could not run on fake tensors ({_short(error)})"
+            why = f"the model could not run on fake tensors ({type(error).__name__}: {first_line(error)})"
         self._runs = None
         self._modelled = closed_form_profile(self.task, f"{why}: estimated from its parameters and layers instead")
         return self._modelled
@@ -181,7 +182,7 @@ class _FakeRuns:
                 self.optimizer_bytes = state_bytes(self.optimizer)
         except Exception as error:
             self.model.zero_grad(set_to_none=True)
-            failed = f"on fake tensors it failed ({_short(error)})"
+            failed = f"on fake tensors it failed ({type(error).__name__}: {first_line(error)})"
             self._note(f"the optimizer's state is taken in proportion to a small step: {failed}")
 
     def _record_units(self, arithmetic: str) -> None:
@@ -293,7 +294,9 @@ class _FakeRuns:
                 saved.append(self._captured(arithmetic, size))
                 self._capture_seconds = time.monotonic() - started
             except Exception as error:  # code that the compiler cannot follow either
-                self._note(f"{what}: the forward graph could not be captured ({_short(error)})")
+                self._note(
+                    f"{what}: the forward graph could not be captured ({type(error).__name__}: {first_line(error)})"
+                )
                 return
         if not saved:
             self._note(f"{what}: out of time before the forward graph was captured")
@@ -353,11 +356,6 @@ class _FakeRuns:
 
 def _autocast(arithmetic: str) -> AbstractContextManager[object]:
     return torch.autocast("cpu", dtype=torch.bfloat16, enabled=arithmetic != "float32")
-
-
-def _short(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from drivetrain.core.errors import first_line
 from drivetrain.module import ddp, tensor_inference
 from drivetrain.module.loss_items import UNKNOWN
 from drivetrain.module.probing import attributes_set, silence_torch_logging
@@ -128,8 +129,7 @@ def _simulate(task: TrainingTask, plan: Strategy, world: int, kind: str, deadlin
     except NotImplementedError as error:
         result = Simulation(failure=str(error))
     except Exception as error:  # a model may do anything; why it cannot be simulated is the result
-        text = str(error).strip().splitlines()
-        result = Simulation(failure=f"{type(error).__name__}: {text[0] if text else 'no message'}")
+        result = Simulation(failure=f"{type(error).__name__}: {first_line(error)}")
     finally:
         gc.collect()
     return replace(result, notes=tuple(job.notes), seconds=time.monotonic() - started)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from drivetrain.context.moving import move_to_device
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, first_line
 from drivetrain.core.types import Batch
 from drivetrain.module.distributed_tensors import whole_tensor
 from drivetrain.runtime.collectives import distributed_barrier
@@ -76,7 +76,7 @@ def failure_of(error: BaseException) -> tuple[OutcomeKind, str]:
     if isinstance(error, TrialFailed):
         return error.kind, str(error)
     if is_out_of_memory(error):
-        return "oom", next(iter(str(error).splitlines()), "") or type(error).__name__
+        return "oom", first_line(error)
     return "error", str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
 
 
