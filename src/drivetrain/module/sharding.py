@@ -160,9 +160,7 @@ def _default_mesh(model: nn.Module) -> DeviceMesh:
 def _units(model: nn.Module, wrap: object) -> list[nn.Module]:
     """Return the modules asked for, inner ones before the ones around them."""
     if isinstance(wrap, bool) or wrap is None:
-        raise ConfigError(
-            f"wrap={wrap!r} is not understood. Give 'auto', classes, names, or a smallest number of elements."
-        )
+        raise ConfigError(f"wrap={wrap!r} is not valid. Give 'auto', classes, names, or a smallest number of elements.")
     if isinstance(wrap, int):
         chosen = _subtrees_of_size(model, wrap)
     else:

@@ -381,9 +381,7 @@ def apply_to_context(plan: "Strategy", context: Context) -> Context:
 
     model = getattr(context, "model", None)
     if model is None:
-        raise ConfigError(
-            f"a plan needs the item 'model' in the Context, which has: {', '.join(context._items()) or 'nothing'}."
-        )
+        raise ConfigError(f"a plan needs 'model' in the Context; it has: {', '.join(context._items()) or 'nothing'}.")
     check_model(model, "Strategy.apply")
     resolved = resolve_plan(plan, model=model, device=context.device)
     loader = getattr(context, "loader", None)

@@ -60,9 +60,7 @@ def dump(plan: "Strategy") -> str:
 def reject_pickle_name(path: str | os.PathLike[str]) -> None:
     """Reject a file name that promises a pickle."""
     if Path(path).suffix.lower() in (".pkl", ".pickle"):
-        raise StrategyFormatError(
-            f"{os.fspath(path)!r}: plans are JSON, not pickles. Choose a name that ends in .json."
-        )
+        raise StrategyFormatError(f"{os.fspath(path)!r}: plans are JSON, not pickles. Use a name that ends in .json.")
 
 
 def load(plan: "type[Strategy]", source: object, allow_pickle: bool = False) -> "Strategy":

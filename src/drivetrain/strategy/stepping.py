@@ -288,9 +288,7 @@ class PlannedOptimizer(Optimizer):
         if hasattr(self.inner, "collect_gradients"):
             reason = "the optimizer trains copies of the parameters, which hold the gradients"
         if reason is not None:
-            raise ConfigError(
-                f"unscale_(): {reason}. Call optim.clip_grad_norm_(max_norm) instead, which works with every plan."
-            )
+            raise ConfigError(f"unscale_(): {reason}. Call optim.clip_grad_norm_(max_norm) instead.")
         if self.window_closed:
             self.stepping.stepper.finish()
 

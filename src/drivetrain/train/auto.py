@@ -115,13 +115,9 @@ class Options:
         if self.numerics not in NUMERICS:
             raise ConfigError(f"numerics={self.numerics!r}: expected 'exact', 'mixed' or 'low'.")
         if self.world_size is not None and not (self.plan_only and is_whole(self.world_size)):
-            raise ConfigError(
-                f"world_size={self.world_size!r}: expected a whole number of at least 1, together with plan_only=True."
-            )
+            raise ConfigError(f"world_size={self.world_size!r}: expected a whole number, together with plan_only=True.")
         if self.sample_batch is not None and self.batch_size is None:
-            raise ConfigError(
-                "sample_batch was given without batch_size, the number of samples in a global batch. Pass both."
-            )
+            raise ConfigError("sample_batch needs batch_size, the number of samples in a global batch. Pass both.")
 
     @property
     def spec(self) -> DeviceSpec | None:
@@ -327,9 +323,7 @@ class _Request:
         resolved = resolve_plan(plan, model=self.model, device=device, world=world, strict=options.strict)
         sharded = [name for name in ("fsdp", "zero2") if resolved.config(name) is not None]
         if options.find_unused_parameters and sharded:
-            raise ConflictError(
-                f"find_unused_parameters=True is a setting of DDP, and {sharded[0]} does not need it. Remove it."
-            )
+            raise ConflictError(f"find_unused_parameters=True is for DDP; {sharded[0]} does not need it. Remove it.")
         batch = self._plan_batch(resolved)
         mark = fingerprint(self.model, device, world, None if batch is None else batch.global_size)
         plan = replace(

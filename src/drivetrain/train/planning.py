@@ -252,7 +252,7 @@ def _check(request: PlanRequest, resolved: ResolvedPlan) -> None:
         wanted, amp = parse_precision(request.precision).name, resolved.config("amp_native")
         if amp is None or wanted != {"bfloat16": "bf16", "float16": "fp16"}.get(amp.dtype):
             raise ConfigError(
-                f"Trainer(precision={wanted!r}) and the plan's {', '.join(sorted(precise))} differ. Give one of them."
+                f"precision={wanted!r} and the plan's {', '.join(sorted(precise))} differ. Give one of them."
             )
     if request.torch_optimizer is None and rebuilt:
         raise ConfigError(
@@ -389,9 +389,7 @@ def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:
             f"strategy='auto' needs a few samples, but reading them from a {type(source).__name__} would consume them. Give train() a "
             "dataset or a torch DataLoader, or give the plan."
         )
-    obstacles = [
-        f"the Trainer overrides {name}, which runs only in the Trainer itself" for name in request.overridden_hooks
-    ]
+    obstacles = [f"the Trainer overrides {name}, which runs only in the Trainer" for name in request.overridden_hooks]
     samples = first = None
     try:
         samples = read_samples(dataset, collate, count)

@@ -91,9 +91,7 @@ class Checkpoint(Method):
         if values.get("mode") == "selective_offload":
             values["mode"] = "offload"
         if values.get("no_reentrant") is False and values.get("mode", "full") != "full":
-            raise self.bad(
-                "no_reentrant", False, "True with this mode: torch's reentrant checkpoints support only 'full'"
-            )
+            raise self.bad("no_reentrant", False, "True: torch's reentrant checkpoints support only the mode 'full'")
         return values
 
     def check(self, config: CheckpointConfig, site: Site) -> None:

@@ -81,9 +81,7 @@ class ChunkedCrossEntropy(Method):
             )
         arguments = ctx.sample_arguments()
         if arguments is None:
-            raise UnsupportedMethodError(
-                "chunked_cross_entropy: the model could not run on the samples. Remove the method."
-            )
+            raise UnsupportedMethodError("chunked_cross_entropy: the model could not run on the samples. Remove it.")
         name, leaf, has_own_loss = find_final_linear(ctx.model, *arguments)
         if ctx.loss_func is None and not has_own_loss:
             raise UnsupportedMethodError(
@@ -113,6 +111,4 @@ class ChunkedCrossEntropy(Method):
             return partial(loss)  # a function, of which no checkpoint expects state
 
         ctx.loss_changes.append(deferred)
-        ctx.note(
-            f"chunked_cross_entropy: the layer {name!r} is part of the loss; in training the model returns its input"
-        )
+        ctx.note(f"chunked_cross_entropy: the layer {name!r} is in the loss; in training the model returns its input")

@@ -27,9 +27,7 @@ class ChannelsLast(Method):
 
     name, group, stage = "channels_last", "layout", Stage.MODULE
     leaves_no_trace = True
-    conflicts = dict.fromkeys(
-        ("fsdp", "zero2"), "Sharding needs parameters that are contiguous, and kernels of this layout are not."
-    )
+    conflicts = dict.fromkeys(("fsdp", "zero2"), "Sharding needs contiguous parameters, which these are not.")
     why = "convolutions read all channels of a pixel together"
     short_label = "channels last"
 

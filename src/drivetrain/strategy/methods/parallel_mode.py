@@ -65,9 +65,7 @@ class ParallelMode(Method):
         """Also accept `([(axis, size), ...], rank_order)`."""
         if isinstance(config, tuple | list) and not _is_axes(config):
             if len(config) > 3 or not config or not (config[0] is None or _is_axes(config[0])):
-                raise self.bad(
-                    "config", config, "([(axis, size), ...], rank_order) such as ([('tensor', 2), ('data', 4)], None)"
-                )
+                raise self.bad("config", config, "([(axis, size), ...], rank_order), as ([('data', 4)], None)")
             if len(config) == 3 and config[2]:
                 raise MethodConfigError(
                     f"parallel_mode: multi_instance={config[2]!r} is not supported. Use a 'data' axis for several instances of a model."
@@ -99,9 +97,7 @@ class ParallelMode(Method):
                 f"parallel_mode: rank_order lists {len(config.rank_order)} ranks, but there are {site.world} processes."
             )
         if config.sync_batchnorm and site.device.type == "cpu" and site.world > 1:
-            raise UnsupportedMethodError(
-                "parallel_mode: sync_batchnorm needs an accelerator; torch does not support it on the CPU."
-            )
+            raise UnsupportedMethodError("parallel_mode: torch does not support sync_batchnorm on the CPU.")
         for axis, method in _METHOD_OF_AXIS.items():
             if site.axis(axis) > 1 and method not in site.names:
                 raise StrategyError(
@@ -178,9 +174,7 @@ class MixedParallel(Method):
         axes = {axis for axis, size in values["parallel_mode"].axes if size > 1}
         for key, axis in (("tensor_config", "tensor"), ("pipe_config", "pipe")):
             if values.get(key) is not None and axis not in axes:
-                raise MethodConfigError(
-                    f"mixed_parallel: {key} is set, but parallel_mode has no {axis!r} axis. Add it."
-                )
+                raise MethodConfigError(f"mixed_parallel: {key} needs a {axis!r} axis in parallel_mode. Add it.")
         return values
 
     def plain(self, config: MixedParallelConfig) -> Settings:
@@ -213,9 +207,7 @@ class MicroBatch(Method):
 
     def splits(self, scope: "SearchScope", per_rank: int) -> list[tuple[int, int]]:
         if scope.profile.has_batchnorm:
-            scope.note(
-                "micro_batch: the model has batch norms, whose statistics a split batch would change, so the batch is not split"
-            )
+            scope.note("micro_batch: not split, because that would change the statistics of batch norms")
         for kept in scope.kept(self.name):
             if kept.size or kept.accumulation:
                 size = kept.size or per_rank // kept.accumulation

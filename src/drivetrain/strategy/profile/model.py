@@ -294,9 +294,7 @@ class _FakeRuns:
                 saved.append(self._captured(arithmetic, size))
                 self._capture_seconds = time.monotonic() - started
             except Exception as error:  # code that the compiler cannot follow either
-                self._note(
-                    f"{what}: the forward graph could not be captured ({type(error).__name__}: {first_line(error)})"
-                )
+                self._note(f"{what}: the graph could not be captured ({type(error).__name__}: {first_line(error)})")
                 return
         if not saved:
             self._note(f"{what}: out of time before the forward graph was captured")
@@ -305,9 +303,7 @@ class _FakeRuns:
             fixed, each = line_through(SIZES, saved)
         else:
             fixed, each = 0.0, saved[0] / SIZES[0]
-            self._note(
-                f"{what}: there was time for one batch size only, so all memory is taken as proportional to the batch"
-            )
+            self._note(f"{what}: there was time for one batch size, so memory is taken as proportional to it")
         self.found.compiled[arithmetic] = fixed, each
         state = float(storage_bytes([*self._parameters, *self._buffers]) + self.optimizer_bytes)
         gradients = sum(p.numel() * p.element_size() for p in self._parameters if p.requires_grad)
