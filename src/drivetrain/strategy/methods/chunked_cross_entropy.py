@@ -77,7 +77,7 @@ class ChunkedCrossEntropy(Method):
             )
         if ctx.sample is None:
             raise UnsupportedMethodError(
-                "chunked_cross_entropy needs samples, to find the model's last linear layer. Pass dataset or sample_batch."
+                "chunked_cross_entropy needs a few samples, to find the model's last linear layer. Pass dataset or sample_batch."
             )
         arguments = ctx.sample_arguments()
         if arguments is None:

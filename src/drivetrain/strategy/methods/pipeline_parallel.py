@@ -109,7 +109,7 @@ class PipelineParallel(Method):
         self.require_axis(site)
         stages, schedule, microbatches = self.shape(config, site.axis("pipe"))
         if schedule == "Interleaved1F1B" and microbatches % site.axis("pipe"):
-            raise self.bad("microbatches", microbatches, f"a multiple of {site.axis('pipe')} to interleave")
+            raise self.bad("microbatches", microbatches, f"a multiple of the pipe axis ({site.axis('pipe')})")
         if schedule == "1F1B" and microbatches < stages:
             raise self.bad("microbatches", microbatches, f"at least as many as stages ({stages}) for 1F1B, or GPipe")
         if site.model is not None and config.split != "auto":
