@@ -176,22 +176,22 @@ def read_samples(dataset: Any, collate: Callable[[Any], Any] | None = None, coun
         rows = [row for row in read if row is not None]  # a function that joins rows leaves those out
         before = capture_rng()
         try:
-            joined = join(rows)
+            batch = join(rows)
         except Exception:  # rows that a sampler puts into different batches
             rows = rows[:1]
-            joined = join(rows)
+            batch = join(rows)
         is_random = not same_state(before, capture_rng())  # joined again, the rows would be others
-        is_whole = join is default_collate or is_random or _can_be_cut(joined, rows, join)
-    return joined if is_whole else Uncollated(rows, join)
+        is_whole = join is default_collate or is_random or _can_be_cut(batch, rows, join)
+    return batch if is_whole else Uncollated(rows, join)
 
 
-def _can_be_cut(joined: Batch, rows: list[Any], join: Callable[[list[Any]], Any]) -> bool:
+def _can_be_cut(batch: Batch, rows: list[Any], join: Callable[[list[Any]], Any]) -> bool:
     """Return whether the tensors of joined rows have them along the first dimension, or are the same for a single row."""
     try:
         single = join(rows[:1])
     except Exception:  # it joins several rows only
         return True
-    pairs = [[leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)] for batch in (joined, single)]
+    pairs = [[leaf.shape for leaf in tree_leaves(one) if isinstance(leaf, Tensor)] for one in (batch, single)]
     has_rows = [many[:1] == (len(rows),) and one[:1] == (1,) for many, one in zip(*pairs)]
     is_known = len(pairs[0]) == len(pairs[1]) and any(has_rows)
     return is_known and all(has or many == one for has, many, one in zip(has_rows, *pairs))

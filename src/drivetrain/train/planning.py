@@ -260,7 +260,7 @@ def _check(request: PlanRequest, resolved: ResolvedPlan) -> None:
         )
     if "chunked_cross_entropy" in names and request.has_train_metrics:
         raise ConflictError(
-            "train_metrics need the model's outputs, which chunked_cross_entropy never makes. Remove one; metrics= in evaluations works."
+            "train_metrics need outputs, which chunked_cross_entropy makes only in evaluation. Remove one; metrics= in evaluations works."
         )
     micro = resolved.config("micro_batch")
     if micro is not None and request.settings.microbatch_size is not None:
@@ -396,6 +396,7 @@ def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:
         first = joined(samples)
     except Exception as error:  # the first batch raises it again, unless a sampler leaves those samples out
         obstacles.append(f"the first samples could not be read ({type(error).__name__}: {error})")
+        samples = None
     form, settings = None if first is None else request.form_of(first, model), Settings()
     if isinstance(form, WholeForm):
         obstacles.append("the model computes its own loss(outputs, batch), which a trial cannot call")

@@ -27,7 +27,7 @@ class ChannelsLast(Method):
 
     name, group, stage = "channels_last", "layout", Stage.MODULE
     leaves_no_trace = True
-    conflicts = dict.fromkeys(("fsdp", "zero2"), "Sharding needs contiguous parameters, which these are not.")
+    conflicts = dict.fromkeys(("fsdp", "zero2"), "Sharding needs parameters in the usual layout.")
     why = "convolutions read all channels of a pixel together"
     short_label = "channels last"
 

@@ -25,7 +25,7 @@ from drivetrain.module.probing import attributes_set, restore_buffers_after
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.collectives import agree_any, all_gather_values, broadcast_from_master
 from drivetrain.runtime.device import is_out_of_memory
-from drivetrain.runtime.ranks import data_rank
+from drivetrain.runtime.ranks import data_rank, get_num_processes
 from drivetrain.runtime.seeds import capture_rng, restore_rng, same_state, set_seed
 from drivetrain.strategy.apply import Application
 from drivetrain.strategy.batching import BatchSplit
@@ -60,7 +60,7 @@ _PARTS = 8.0
 
 def use_weights_of_first_rank(model: nn.Module) -> None:
     """Give all ranks the weights of rank 0, as applying a plan does: without a seed each rank has built a model of its own."""
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in (*model.parameters(), *model.buffers()) if get_num_processes() > 1 else ():
         if not tensor.is_meta:
             tensor.detach().copy_(broadcast_from_master(tensor.detach()))
 
