@@ -100,7 +100,7 @@ class DeviceSpec:
                 f"device {str(path)!r} is not JSON: {error}. Expected an object with the fields of DeviceSpec."
             ) from error
         if not isinstance(held, Mapping):
-            raise ConfigError(f"device {str(path)!r} holds a {type(held).__name__}; expected a DeviceSpec's fields.")
+            raise ConfigError(f"device {str(path)!r} holds a {type(held).__name__}; expected an object of fields.")
         return cls._from_fields(held)
 
     @classmethod

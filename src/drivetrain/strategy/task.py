@@ -35,11 +35,11 @@ NUM_SAMPLES = 32
 class Uncollated(NamedTuple):
     """Samples that only their loader's function can join: a batch of graphs, or of images of any size, is not cut along a dimension."""
 
-    rows: list[Any]
-    collate: Callable[[list[Any]], Any]
+    rows: list[object]
+    collate: Callable[[list[object]], Batch]
 
 
-def joined(samples: Batch) -> Any:
+def joined(samples: Batch) -> Batch:
     """Return samples as a loader yields them."""
     return samples.collate(samples.rows) if isinstance(samples, Uncollated) else samples
 
@@ -78,11 +78,11 @@ class TrainingTask:
             raise ValueError("a task needs model or model_fn.")
         return copy_model(self.model)
 
-    def batch(self, size: int) -> Any:
+    def batch(self, size: int) -> Batch:
         """Return `size` samples as a loader yields them, repeated if there are fewer."""
         return self.rows(range(size))
 
-    def rows(self, numbers: Iterable[int]) -> Any:
+    def rows(self, numbers: Iterable[int]) -> Batch:
         """Return the samples with these numbers as a loader yields them; the first follows the last."""
         have = self.sample_count
         chosen = [number % max(1, have) for number in numbers]
@@ -106,7 +106,7 @@ class TrainingTask:
         sizes = [leaf.shape[0] for leaf in tree_leaves(self.samples) if isinstance(leaf, Tensor) and leaf.ndim > 0]
         return max(sizes, default=0)
 
-    def prepared(self, batch: Batch, device: torch.device) -> Any:
+    def prepared(self, batch: Batch, device: torch.device) -> Batch:
         """Return the model's input for a batch of the loader."""
         return prepared_input(batch, device, self.prepare_input)
 
@@ -162,7 +162,7 @@ class TrainingTask:
             return self.call(model, inputs)
 
 
-def read_samples(dataset: Any, collate: Callable[[Any], Any] | None = None, count: int | None = NUM_SAMPLES) -> Any:
+def read_samples(dataset: Any, collate: Callable[..., Batch] | None = None, count: int | None = NUM_SAMPLES) -> Batch:
     """Return the first samples of a dataset as a loader yields them, or `Uncollated` where that cannot be cut into samples again.
 
     `count` is None for a dataset of whole batches. Random states are restored.
@@ -185,7 +185,7 @@ def read_samples(dataset: Any, collate: Callable[[Any], Any] | None = None, coun
     return batch if is_whole else Uncollated(rows, join)
 
 
-def _can_be_cut(batch: Batch, rows: list[Any], join: Callable[[list[Any]], Any]) -> bool:
+def _can_be_cut(batch: Batch, rows: list[object], join: Callable[[list[object]], Batch]) -> bool:
     """Return whether the tensors of joined rows have them along the first dimension, or are the same for a single row."""
     try:
         single = join(rows[:1])

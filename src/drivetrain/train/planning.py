@@ -198,8 +198,10 @@ def _apply(request: PlanRequest) -> tuple[Strategy, Application]:
     tried = () if is_auto else _verify(request, plan, resolved)
     recipe = None if request.torch_optimizer is None else recipe_of(request.torch_optimizer, model)
     can_read = _has_items(_source(request)[0])
-    app = Application(request.state, resolved, recipe, sample=partial(_run_samples, request) if can_read else None)
-    app.output_position, app.outputs_are_read, app.loss_graph = 0, request.outputs_are_read, request.loss_graph
+    app = Application(
+        request.state, resolved, recipe, sample=partial(_run_samples, request) if can_read else None,
+        output_position=0, outputs_are_read=request.outputs_are_read, loss_graph=request.loss_graph,
+    )  # fmt: skip
     app.ddp_settings.update(request.ddp_settings)
     apply_to_called_model(app)
     reasons = tuple(dict.fromkeys((*plan.reasons, *tried, *resolved.reasons, *app.notes)))

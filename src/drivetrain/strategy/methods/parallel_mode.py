@@ -97,7 +97,7 @@ class ParallelMode(Method):
                 f"parallel_mode: rank_order lists {len(config.rank_order)} ranks, but there are {site.world} processes."
             )
         if config.sync_batchnorm and site.device.type == "cpu" and site.world > 1:
-            raise UnsupportedMethodError("parallel_mode: torch does not support sync_batchnorm on the CPU.")
+            raise UnsupportedMethodError("parallel_mode: sync_batchnorm needs an accelerator, not the CPU.")
         for axis, method in _METHOD_OF_AXIS.items():
             if site.axis(axis) > 1 and method not in site.names:
                 raise StrategyError(
@@ -174,7 +174,7 @@ class MixedParallel(Method):
         axes = {axis for axis, size in values["parallel_mode"].axes if size > 1}
         for key, axis in (("tensor_config", "tensor"), ("pipe_config", "pipe")):
             if values.get(key) is not None and axis not in axes:
-                raise MethodConfigError(f"mixed_parallel: {key} needs a {axis!r} axis in parallel_mode. Add it.")
+                raise MethodConfigError(f"mixed_parallel: {key} is set, but there is no {axis!r} axis. Add it.")
         return values
 
     def plain(self, config: MixedParallelConfig) -> Settings:
