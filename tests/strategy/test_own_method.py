@@ -99,7 +99,7 @@ class Mutable:
     [
         ({"group": "mine"}, "name and group"),
         ({"name": "mine"}, "name and group"),
-        ({"name": "mine", "group": "mine", "aliases": "loud"}, "aliases a tuple"),
+        ({"name": "mine", "group": "mine", "aliases": "loud"}, "tuple of texts"),
         ({"name": "mine", "group": "mine", "Config": Mutable}, "frozen dataclass"),
     ],
 )

@@ -66,7 +66,7 @@ class TensorBoardSink:
         self._tensor, self._shape = tensor_pb2.TensorProto, tensor_shape_pb2.TensorShapeProto
         if encodable(str(folder)) != str(folder):
             logger.warning(
-                "TensorBoard cannot write to %s, whose name is not UTF-8; the other files have it all.", folder
+                "TensorBoard cannot write to %r, whose name is not UTF-8; the other files have it all.", str(folder)
             )
             return
         make_inner_folder(folder, folder / FOLDER)

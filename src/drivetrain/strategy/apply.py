@@ -219,7 +219,8 @@ def check_model(model: object, where: str = "auto_accelerate") -> None:
         if (wrapping := wrapping_of(module)) is not None:
             part = f"its part {name!r}" if name else "it"
             raise TypeError(
-                f"{where}: the model ({type(model).__name__}) must be plain, and {part} is already wrapped ({wrapping}). The plan wraps it."
+                f"{where}: the model ({type(model).__name__}) must be plain, and {part} is already wrapped ({wrapping}). Pass the "
+                "model itself; the plan wraps it."
             )
 
 
@@ -269,7 +270,8 @@ def _check_closure(app: Application, optimizer: object) -> None:
     if requires_closure(optimizer) and not is_possible:
         name = getattr(optimizer, "__name__", type(optimizer).__name__)
         raise UnsupportedMethodError(
-            f"{name} evaluates the loss itself (its step needs a closure). Use another optimizer, or the Trainer without a plan."
+            f"{name} evaluates the loss itself (its step needs a closure), which the plan does not support. Use another optimizer, or the "
+            "Trainer without a plan."
         )
 
 
@@ -381,7 +383,9 @@ def apply_to_context(plan: "Strategy", context: Context) -> Context:
 
     model = getattr(context, "model", None)
     if model is None:
-        raise ConfigError(f"a plan needs 'model' in the Context; it has: {', '.join(context._items()) or 'nothing'}.")
+        raise ConfigError(
+            f"a plan needs the item 'model' in the Context, which has: {', '.join(context._items()) or 'nothing'}."
+        )
     check_model(model, "Strategy.apply")
     resolved = resolve_plan(plan, model=model, device=context.device)
     loader = getattr(context, "loader", None)

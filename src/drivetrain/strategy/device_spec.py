@@ -100,7 +100,9 @@ class DeviceSpec:
                 f"device {str(path)!r} is not JSON: {error}. Expected an object with the fields of DeviceSpec."
             ) from error
         if not isinstance(held, Mapping):
-            raise ConfigError(f"device {str(path)!r} holds a {type(held).__name__}; expected an object of fields.")
+            raise ConfigError(
+                f"device {str(path)!r} holds a {type(held).__name__}; expected an object with a DeviceSpec's fields."
+            )
         return cls._from_fields(held)
 
     @classmethod
@@ -116,11 +118,15 @@ class DeviceSpec:
             values = {name: getattr(preset, name) for name in known} | values
         missing = sorted({"name", "memory", "flops", "bandwidth"} - set(values))
         if missing:
-            raise ConfigError(f"DeviceSpec: {', '.join(missing)} missing. Give them, or the `preset` of a device.")
+            raise ConfigError(
+                f"DeviceSpec: {', '.join(missing)} missing. Give them, or `preset` with the name of a similar device."
+            )
         values["memory"] = parse_size(values["memory"], where="DeviceSpec.memory")
         if (capability := values.get("capability")) is not None:
             if not isinstance(capability, list | tuple) or [type(number) for number in capability] != [int, int]:
-                raise ConfigError(f"DeviceSpec.capability: {capability!r}; expected two numbers, as [9, 0], or null.")
+                raise ConfigError(
+                    f"DeviceSpec.capability: {capability!r} given; expected two numbers such as [9, 0], or null."
+                )
             values["capability"] = tuple(capability)
         for key in ("flops", "bandwidth", "intra_bw", "inter_bw", "fp32_flops", "per_node"):
             if key in values:

@@ -18,7 +18,9 @@ UNFUSED_UPDATE = 2.5
 
 @dataclass(frozen=True)
 class Kernels:
-    """The share of a pass's eager traffic and launches that remains. Compiled passes use their own recorded kernels if there are any."""
+    """The share of a pass's eager memory traffic and kernel launches that remains. Compiled passes use their own recorded kernels
+    if there are any.
+    """
 
     traffic: float = 0.8
     """The part that is not the operands of matrix products, whose time is in their arithmetic: a GPT block has 0.7, its head with the

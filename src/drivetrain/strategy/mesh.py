@@ -41,7 +41,8 @@ def fit_axes(axes: Axes, world: int) -> Axes:
     if "data" not in sizes:
         if others != world:
             raise StrategyError(
-                f"parallel_mode: the axes {shown} need {others} processes, but there are {world}. Add a 'data' axis, which adapts."
+                f"parallel_mode: the axes {shown} need {others} processes, but there are {world}. Add a 'data' axis, which adapts "
+                f"its size, or start {others} processes."
             )
         return axes
     if world % others:
@@ -52,7 +53,9 @@ def fit_axes(axes: Axes, world: int) -> Axes:
 
 
 def resize_axes(axes: Mapping[str, int], world: int) -> dict[str, int]:
-    """Return the axes for another number of processes: `zero` keeps its size if possible, `data` takes the rest, the others stay."""
+    """Return the axes for another number of processes: tensor, pipe and sequence stay, `zero` keeps its size if possible, `data`
+    takes the rest.
+    """
     fixed = math.prod(size for axis, size in axes.items() if axis not in DATA_AXES)
     if world % fixed:
         kept = ", ".join(f"{axis} {size}" for axis, size in axes.items() if axis not in DATA_AXES)

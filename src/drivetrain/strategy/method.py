@@ -125,7 +125,9 @@ class Method(Generic[C]):
             config = {}
         elif not isinstance(config, Mapping):
             if self.short is None:
-                raise self.bad("config", config, "None or a dict" if dataclasses.fields(self.Config) else "nothing")
+                raise self.bad(
+                    "config", config, "None or a dict" if dataclasses.fields(self.Config) else "no configuration at all"
+                )
             config = {self.short: config}
         values: Settings = {}
         items = {item.name: item for item in dataclasses.fields(self.Config)}
@@ -155,7 +157,9 @@ class Method(Generic[C]):
             return
         if kind == Function and not callable(given):
             shown = f"{self.name}: {item.name}={given!r}"
-            raise MethodConfigError(f"{shown} is not a function. A plan file cannot store one; pass a list.")
+            raise MethodConfigError(
+                f"{shown} is not a function. A plan file cannot store one; pass the plan as a list."
+            )
         expected, choices = None, get_args(kind) if get_origin(kind) is Literal else ()
         if choices and given not in choices:
             *first, last = map(repr, choices)

@@ -53,14 +53,17 @@ def dump(plan: "Strategy") -> str:
         return json.dumps(as_plain(plan), indent=2)
     except TypeError as error:
         raise StrategyFormatError(
-            f"the plan cannot be written as JSON: {error}. Functions in a configuration cannot be saved."
+            f"the plan cannot be written as JSON: {error}. Functions in a configuration are not saved; pass them again when you load "
+            "the plan."
         ) from error
 
 
 def reject_pickle_name(path: str | os.PathLike[str]) -> None:
     """Reject a file name that promises a pickle."""
     if Path(path).suffix.lower() in (".pkl", ".pickle"):
-        raise StrategyFormatError(f"{os.fspath(path)!r}: plans are JSON, not pickles. Use a name that ends in .json.")
+        raise StrategyFormatError(
+            f"{os.fspath(path)!r}: plans are JSON, not pickles. Choose a name that ends in .json."
+        )
 
 
 def load(plan: "type[Strategy]", source: object, allow_pickle: bool = False) -> "Strategy":
@@ -90,7 +93,8 @@ def load(plan: "type[Strategy]", source: object, allow_pickle: bool = False) -> 
         return parse_json(plan, data, where)
     if not allow_pickle:
         raise StrategyFormatError(
-            f"{where}: this is a legacy pickle; pass allow_pickle=True, which executes nothing, then save the plan as JSON."
+            f"{where}: this is a legacy pickle; pass allow_pickle=True to read it with a loader that executes nothing, then save "
+            "the plan as JSON."
         )
     return plan(LEGACY_PLAN.load()(data))
 
@@ -116,7 +120,8 @@ def _from_plain(plan: "type[Strategy]", value: Mapping[str, object]) -> "Strateg
         )
     if schema > SCHEMA:
         raise StrategyFormatError(
-            f"the plan has schema {schema}, and this version of Drivetrain reads schema {SCHEMA}. Update Drivetrain."
+            f"the plan has schema {schema}, and this version of Drivetrain reads schema {SCHEMA}. Update Drivetrain, or save the plan "
+            "with the version that will read it."
         )
     if schema < SCHEMA:
         raise StrategyFormatError(f"the plan has schema {schema}, which is not valid; the oldest is {SCHEMA}.")

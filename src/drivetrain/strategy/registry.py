@@ -25,9 +25,13 @@ def register_method(method: M) -> M:
         raise ConfigTypeError(f"register_method({method!r}): expected a Method from drivetrain.strategy.method.")
     texts = (getattr(found, "name", None), getattr(found, "group", None), *found.aliases)
     if isinstance(found.aliases, str) or not all(isinstance(text, str) for text in texts):
-        raise ConfigTypeError(f"register_method({method!r}): name and group must be texts, aliases a tuple.")
+        raise ConfigTypeError(
+            f"register_method({method!r}): expected a text as name and group, and a tuple of texts as aliases."
+        )
     if not is_dataclass(found.Config) or found.Config.__hash__ is None:
-        raise ConfigTypeError(f"register_method({method!r}): Config must be a frozen dataclass, to be compared.")
+        raise ConfigTypeError(
+            f"register_method({method!r}): expected a frozen dataclass as Config, so that plans can be compared."
+        )
     _load_built_in()
     _add(found)
     return method

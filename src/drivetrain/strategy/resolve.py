@@ -132,7 +132,9 @@ def _merged(plan: "Strategy") -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for name, config, _ in plan:
         if name in merged and merged[name] != config:
-            raise ConflictError(f"{name} is in the plan twice: {merged[name]} and {config}. Keep one of them.")
+            raise ConflictError(
+                f"{name} is in the plan twice, with different settings: {merged[name]} and {config}. Keep one of them."
+            )
         merged[name] = config
     return merged
 

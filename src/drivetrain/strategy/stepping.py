@@ -288,7 +288,10 @@ class PlannedOptimizer(Optimizer):
         if hasattr(self.inner, "collect_gradients"):
             reason = "the optimizer trains copies of the parameters, which hold the gradients"
         if reason is not None:
-            raise ConfigError(f"unscale_(): {reason}. Call optim.clip_grad_norm_(max_norm) instead.")
+            raise ConfigError(
+                f"unscale_(): {reason}, so clipping the model's parameters would be wrong. Call optim.clip_grad_norm_(max_norm) "
+                "instead, which works with every plan."
+            )
         if self.window_closed:
             self.stepping.stepper.finish()
 

@@ -111,10 +111,14 @@ class Strategy:
             pairs = self.mesh.items() if isinstance(self.mesh, Mapping) else self.mesh
             values["mesh"] = tuple((axis, size) for axis, size in pairs)
             if not all(axis in AXES and is_whole(size) for axis, size in values["mesh"]):
-                raise StrategyFormatError(f"mesh={values['mesh']!r} is not valid; expected pairs of axis and size.")
+                raise StrategyFormatError(
+                    f"mesh={values['mesh']!r} is not valid; expected pairs of an axis and its size."
+                )
         for name in ("batch", "predicted", "measured", "fingerprint", "search"):
             if not isinstance(getattr(self, name), BatchSplit | Mapping | None):
-                raise StrategyFormatError(f"{name}={getattr(self, name)!r} is not valid; expected an object.")
+                raise StrategyFormatError(
+                    f"{name}={getattr(self, name)!r} is not valid; expected an object with its numbers."
+                )
         if isinstance(self.batch, Mapping):
             values["batch"] = BatchSplit(**self.batch)
         vars(self).update(values)

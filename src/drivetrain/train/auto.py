@@ -107,7 +107,8 @@ class Options:
     allow_pickle: bool = False
     strict: bool = False
     count_items: Callable[..., Count] | None = None
-    """Counts what the loss is a mean over, from the prepared input; None: as is found out, else samples."""
+    """Counts what the loss is a mean over, from the prepared input: parts of a batch are weighted by it. None: as is found out, else by
+    samples."""
 
     def __post_init__(self) -> None:
         if self.count_items is not None:
@@ -115,9 +116,14 @@ class Options:
         if self.numerics not in NUMERICS:
             raise ConfigError(f"numerics={self.numerics!r}: expected 'exact', 'mixed' or 'low'.")
         if self.world_size is not None and not (self.plan_only and is_whole(self.world_size)):
-            raise ConfigError(f"world_size={self.world_size!r}: expected a whole number, together with plan_only=True.")
+            raise ConfigError(
+                f"world_size={self.world_size!r}: expected a whole number of at least 1, together with plan_only=True. A plan that is "
+                "applied is for the processes that were started."
+            )
         if self.sample_batch is not None and self.batch_size is None:
-            raise ConfigError("sample_batch needs batch_size, the number of samples in a global batch. Pass both.")
+            raise ConfigError(
+                "sample_batch was given without batch_size, the number of samples in a global batch. Pass both."
+            )
 
     @property
     def spec(self) -> DeviceSpec | None:
@@ -200,7 +206,8 @@ def auto_accelerate(
     check_model(model)
     if model_input_format not in _FORMATS:
         raise ConfigError(
-            f"model_input_format={model_input_format!r}: expected None (model(x)), 'unpack_sequence' (model(*x)) or 'unpack_dict'."
+            f"model_input_format={model_input_format!r}: expected None for model(x), 'unpack_sequence' for model(*x), or 'unpack_dict' for "
+            "model(**x)."
         )
     if save_strategy_to_file is not None:
         reject_pickle_name(save_strategy_to_file)
@@ -323,7 +330,9 @@ class _Request:
         resolved = resolve_plan(plan, model=self.model, device=device, world=world, strict=options.strict)
         sharded = [name for name in ("fsdp", "zero2") if resolved.config(name) is not None]
         if options.find_unused_parameters and sharded:
-            raise ConflictError(f"find_unused_parameters=True is for DDP; {sharded[0]} does not need it. Remove it.")
+            raise ConflictError(
+                f"find_unused_parameters=True is a setting of DDP, and {sharded[0]} does not need it. Remove it."
+            )
         batch = self._plan_batch(resolved)
         mark = fingerprint(self.model, device, world, None if batch is None else batch.global_size)
         plan = replace(

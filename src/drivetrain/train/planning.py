@@ -254,27 +254,31 @@ def _check(request: PlanRequest, resolved: ResolvedPlan) -> None:
         wanted, amp = parse_precision(request.precision).name, resolved.config("amp_native")
         if amp is None or wanted != {"bfloat16": "bf16", "float16": "fp16"}.get(amp.dtype):
             raise ConfigError(
-                f"precision={wanted!r} and the plan's {', '.join(sorted(precise))} differ. Give one of them."
+                f"Trainer(precision={wanted!r}) and the plan's {', '.join(sorted(precise))} differ. Give one of them."
             )
     if request.torch_optimizer is None and rebuilt:
         raise ConfigError(
-            f"{', '.join(sorted(rebuilt))}: they need a torch optimizer, but the Trainer has a {type(request.optimizer).__name__}."
+            f"{', '.join(sorted(rebuilt))}: these methods need a torch optimizer, but the Trainer has a "
+            f"{type(request.optimizer).__name__}."
         )
     if "chunked_cross_entropy" in names and request.has_train_metrics:
         raise ConflictError(
-            "train_metrics need outputs, which chunked_cross_entropy makes only in evaluation. Remove one; metrics= in evaluations works."
+            "train_metrics need the model's outputs, but with chunked_cross_entropy the model returns the input of its last layer in "
+            "training. Remove one of them; metrics= in evaluations works."
         )
     micro = resolved.config("micro_batch")
     if micro is not None and request.settings.microbatch_size is not None:
         raise ConfigError(
-            f"train(microbatch_size={request.settings.microbatch_size!r}) and the plan's micro_batch both split the batch. Give one."
+            f"train(microbatch_size={request.settings.microbatch_size!r}) and the plan's micro_batch both split the batch. Give one of "
+            "them."
         )
     compiler = resolved.config("native_dynamo")
     records = "cuda_graphs" in names or (compiler is not None and compiler.mode in GRAPH_MODES)
     check_graphs(records, request.settings, splits=micro is not None)
     if resolved.site.axis("pipe") > 1:
         raise UnsupportedMethodError(
-            "a pipeline runs forward, loss and backward as one schedule, without events between them. Use auto_accelerate for it."
+            "a pipeline runs forward, loss and backward as one schedule, so the Trainer cannot run its events and hooks between them. "
+            "Use auto_accelerate with your own loop for pipeline parallelism."
         )
     if resolved.site.axis("tensor") > 1 or resolved.site.axis("sequence") > 1:
         _check_shared_samples(request, resolved)
@@ -391,7 +395,9 @@ def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:
             f"strategy='auto' needs a few samples, but reading them from a {type(source).__name__} would consume them. Give train() a "
             "dataset or a torch DataLoader, or give the plan."
         )
-    obstacles = [f"the Trainer overrides {name}, which runs only in the Trainer" for name in request.overridden_hooks]
+    obstacles = [
+        f"the Trainer overrides {name}, which runs only in the Trainer itself" for name in request.overridden_hooks
+    ]
     samples = first = None
     try:
         samples = read_samples(dataset, collate, count)

@@ -91,13 +91,16 @@ class Checkpoint(Method):
         if values.get("mode") == "selective_offload":
             values["mode"] = "offload"
         if values.get("no_reentrant") is False and values.get("mode", "full") != "full":
-            raise self.bad("no_reentrant", False, "True: torch's reentrant checkpoints support only the mode 'full'")
+            raise self.bad(
+                "no_reentrant", False, "True with this mode: torch's reentrant checkpoints support only 'full'"
+            )
         return values
 
     def check(self, config: CheckpointConfig, site: Site) -> None:
         if config.mode == "full" and {"tensor_parallel", "native_dynamo"} <= set(site.names):
             raise ConflictError(
-                f"checkpoint mode='full', tensor_parallel and native_dynamo cannot be combined: {_SPLIT_AND_COMPILED}. Use 'selective'."
+                f"checkpoint with mode='full', tensor_parallel and native_dynamo cannot be used together: {_SPLIT_AND_COMPILED}. Use "
+                "mode='selective' or 'offload', or leave one of them out."
             )
         if site.model is not None and config.wrap_class != "auto":
             self.select(site.model, config.wrap_class)

@@ -73,15 +73,19 @@ class ChunkedCrossEntropy(Method):
     def apply(self, ctx: "Application", config: ChunkedConfig) -> None:
         if ctx.ddp_settings.get("find_unused_parameters"):
             raise ConflictError(
-                "chunked_cross_entropy and find_unused_parameters=True cannot be used together: DDP does not see the head in the loss."
+                "chunked_cross_entropy and find_unused_parameters=True cannot be used together: the loss uses the head, where DDP does not "
+                "look for it. Remove one of them."
             )
         if ctx.sample is None:
             raise UnsupportedMethodError(
-                "chunked_cross_entropy needs a few samples, to find the model's last linear layer. Pass dataset or sample_batch."
+                "chunked_cross_entropy needs a few samples to check that the model ends in a linear layer. Pass dataset or sample_batch, "
+                "or remove the method."
             )
         arguments = ctx.sample_arguments()
         if arguments is None:
-            raise UnsupportedMethodError("chunked_cross_entropy: the model could not run on the samples. Remove it.")
+            raise UnsupportedMethodError(
+                "chunked_cross_entropy: the model could not run on the samples. Remove the method."
+            )
         name, leaf, has_own_loss = find_final_linear(ctx.model, *arguments)
         if ctx.loss_func is None and not has_own_loss:
             raise UnsupportedMethodError(
@@ -92,7 +96,8 @@ class ChunkedCrossEntropy(Method):
         fp8 = ctx.plan.config("fp8")
         if fp8 is not None and any(word in name for word in fp8.include):
             raise ConflictError(
-                f"fp8 and chunked_cross_entropy both replace the head {name!r}. Remove one of them, or the head from fp8's include."
+                f"fp8 and chunked_cross_entropy both replace the head {name!r}. Remove it from fp8's include, or remove "
+                f"chunked_cross_entropy."
             )
         step = loss_and_logit_gradients
         if (compiler := ctx.plan.config("native_dynamo")) is not None:
@@ -111,4 +116,6 @@ class ChunkedCrossEntropy(Method):
             return partial(loss)  # a function, of which no checkpoint expects state
 
         ctx.loss_changes.append(deferred)
-        ctx.note(f"chunked_cross_entropy: the layer {name!r} is in the loss; in training the model returns its input")
+        ctx.note(
+            f"chunked_cross_entropy: the layer {name!r} is part of the loss; in training the model returns its input"
+        )

@@ -77,11 +77,13 @@ class CpuOffload(Method):
         is_sharded = not SHARDING.isdisjoint(site.names)
         if is_sharded and config.what != _PARTS:
             raise ConflictError(
-                f"cpu_offload: what={list(config.what)!r}, but sharding moves parameters and optimizer state together. Remove `what`."
+                f"cpu_offload: what={list(config.what)!r}, but under sharding parameters and optimizer state move to the host together. "
+                "Remove `what`."
             )
         if not is_sharded and "optimizer" not in config.what:
             raise ConflictError(
-                "cpu_offload: what=['params'] needs sharding, which copies each block to the device. Add fsdp, or offload 'optimizer'."
+                "cpu_offload: what=['params'] needs sharding, which copies the parameters of each block to the device when it runs. "
+                "Add fsdp, or offload 'optimizer'."
             )
 
     def apply(self, ctx: "Application", config: OffloadConfig) -> None:

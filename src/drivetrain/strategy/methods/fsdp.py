@@ -199,7 +199,9 @@ def shard_mesh(mesh: DeviceMesh, axes: list[str], has_sequence: bool = False) ->
     """
     names = list(mesh.mesh_dim_names or ())
     if len(axes) == 2 and names.index("data") > names.index("zero"):
-        raise ConfigError("fsdp: list ('zero', n) before ('data', m): ranks that shard together must be adjacent.")
+        raise ConfigError(
+            "fsdp: with both axes, list ('zero', n) before ('data', m): ranks that shard together must be adjacent."
+        )
     if has_sequence:
         inner = [name for name in names if name in {*axes[-1:], "sequence"}]
         if len(inner) == 2:
@@ -243,9 +245,13 @@ class Zero1(Method):
 
     def check(self, config: NoConfig, site: Site) -> None:
         if site.axis("tensor") > 1:
-            raise ConflictError("zero1 and tensor_parallel cannot be used together. Use fsdp or zero2.")
+            raise ConflictError(
+                "zero1 and tensor_parallel cannot be used together. Use fsdp or zero2 with tensor_parallel."
+            )
 
     def apply(self, ctx: "Application", config: NoConfig) -> None:
         if ctx.recipe is None:
-            raise ConflictError("zero1: there is no optimizer to split. Pass optim_func, or remove zero1.")
+            raise ConflictError(
+                "zero1 splits the optimizer's state, but there is no optimizer. Pass optim_func, or remove zero1."
+            )
         ctx.recipe.wrap(lambda inner, groups, settings: split_optimizer(inner, groups, settings, data_group()))

@@ -27,7 +27,9 @@ class ChannelsLast(Method):
 
     name, group, stage = "channels_last", "layout", Stage.MODULE
     leaves_no_trace = True
-    conflicts = dict.fromkeys(("fsdp", "zero2"), "Sharding needs parameters in the usual layout.")
+    conflicts = dict.fromkeys(
+        ("fsdp", "zero2"), "Sharding needs parameters that are contiguous, and kernels of this layout are not."
+    )
     why = "convolutions read all channels of a pixel together"
     short_label = "channels last"
 

@@ -65,10 +65,13 @@ class ParallelMode(Method):
         """Also accept `([(axis, size), ...], rank_order)`."""
         if isinstance(config, tuple | list) and not _is_axes(config):
             if len(config) > 3 or not config or not (config[0] is None or _is_axes(config[0])):
-                raise self.bad("config", config, "([(axis, size), ...], rank_order), as ([('data', 4)], None)")
+                raise self.bad(
+                    "config", config, "([(axis, size), ...], rank_order) such as ([('tensor', 2), ('data', 4)], None)"
+                )
             if len(config) == 3 and config[2]:
                 raise MethodConfigError(
-                    f"parallel_mode: multi_instance={config[2]!r} is not supported. Use a 'data' axis for several instances of a model."
+                    f"parallel_mode: multi_instance={config[2]!r} is not supported. Several instances of a model are the ranks along the "
+                    "'data' axis."
                 )
             config = {"axes": config[0] or (), "rank_order": config[1] if len(config) > 1 else None}
         return super().parse(config)
@@ -97,7 +100,9 @@ class ParallelMode(Method):
                 f"parallel_mode: rank_order lists {len(config.rank_order)} ranks, but there are {site.world} processes."
             )
         if config.sync_batchnorm and site.device.type == "cpu" and site.world > 1:
-            raise UnsupportedMethodError("parallel_mode: sync_batchnorm needs an accelerator, not the CPU.")
+            raise UnsupportedMethodError(
+                "parallel_mode: sync_batchnorm needs an accelerator; torch does not support it on the CPU."
+            )
         for axis, method in _METHOD_OF_AXIS.items():
             if site.axis(axis) > 1 and method not in site.names:
                 raise StrategyError(
@@ -169,12 +174,15 @@ class MixedParallel(Method):
     def read(self, values: Settings) -> Settings:
         if values.get("parallel_mode") is None:
             raise MethodConfigError(
-                "mixed_parallel: parallel_mode is missing; expected the axes, such as {'parallel_mode': [('tensor', 2), ('pipe', 2)]}."
+                "mixed_parallel: parallel_mode is missing; expected the axes, such as {'parallel_mode': [('tensor', 2), ('pipe', 2), "
+                "('data', 1)]}."
             )
         axes = {axis for axis, size in values["parallel_mode"].axes if size > 1}
         for key, axis in (("tensor_config", "tensor"), ("pipe_config", "pipe")):
             if values.get(key) is not None and axis not in axes:
-                raise MethodConfigError(f"mixed_parallel: {key} is set, but there is no {axis!r} axis. Add it.")
+                raise MethodConfigError(
+                    f"mixed_parallel: {key} is set, but parallel_mode has no {axis!r} axis. Add it."
+                )
         return values
 
     def plain(self, config: MixedParallelConfig) -> Settings:
@@ -207,7 +215,9 @@ class MicroBatch(Method):
 
     def splits(self, scope: "SearchScope", per_rank: int) -> list[tuple[int, int]]:
         if scope.profile.has_batchnorm:
-            scope.note("micro_batch: not split, because that would change the statistics of batch norms")
+            scope.note(
+                "micro_batch: the model has batch norms, whose statistics a split batch would change, so the batch is not split"
+            )
         for kept in scope.kept(self.name):
             if kept.size or kept.accumulation:
                 size = kept.size or per_rank // kept.accumulation

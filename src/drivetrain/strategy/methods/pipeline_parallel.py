@@ -109,7 +109,9 @@ class PipelineParallel(Method):
         self.require_axis(site)
         stages, schedule, microbatches = self.shape(config, site.axis("pipe"))
         if schedule == "Interleaved1F1B" and microbatches % site.axis("pipe"):
-            raise self.bad("microbatches", microbatches, f"a multiple of the pipe axis ({site.axis('pipe')})")
+            raise self.bad(
+                "microbatches", microbatches, f"a multiple of the pipe axis ({site.axis('pipe')}) to interleave"
+            )
         if schedule == "1F1B" and microbatches < stages:
             raise self.bad("microbatches", microbatches, f"at least as many as stages ({stages}) for 1F1B, or GPipe")
         if site.model is not None and config.split != "auto":
@@ -146,7 +148,9 @@ class PipelineParallel(Method):
         stages, schedule, microbatches = self.shape(config, ctx.plan.site.axis("pipe"))
         _check_methods(ctx, schedule)
         if ctx.loss_func is None:
-            raise ConfigError("pipeline_parallel runs backward too, so it needs loss_func. Pass it.")
+            raise ConfigError(
+                "pipeline_parallel: a pipeline runs forward and backward together and needs loss_func. Pass it."
+            )
         seen, given = ctx.sample_arguments(), None
         if seen is not None:
             given = inspect.signature(ctx.model.forward).bind(*seen[0], **seen[1]).arguments
@@ -180,16 +184,21 @@ class PipelineParallel(Method):
 def _check_methods(ctx: "Application", schedule: str) -> None:
     """Reject what pipelines cannot do with other methods, the same on all ranks."""
     if getattr(ctx.plan.config("native_dynamo"), "scope", None) == "model":
-        raise ConflictError("native_dynamo: scope 'model' and pipeline_parallel exclude each other. Use 'block'.")
+        raise ConflictError(
+            "native_dynamo with scope 'model' and pipeline_parallel cannot be used together. Use 'block'."
+        )
     if schedule == "Interleaved1F1B" and ctx.scaler_dtype is torch.float16:
         raise UnsupportedMethodError(
-            "pipeline_parallel: interleaved schedules cannot scale gradients of float16. Use 'bf16', or one stage on each rank."
+            "pipeline_parallel: interleaved schedules do not support the gradient scaler of float16. Use ('amp_native', 'bf16'), "
+            "or one stage on each rank."
         )
     for name, key in {**dict.fromkeys(sorted(SHARDING), "wrap"), "checkpoint": "wrap_class"}.items():
         config = ctx.plan.config(name)
         chosen = getattr(config, key, "auto")
         if chosen != "auto" and not isinstance(chosen, int):
-            raise ConflictError(f"{name} names modules ({chosen}), which a pipeline stage may not have. Use 'auto'.")
+            raise ConflictError(
+                f"{name} names modules ({chosen}), but a pipeline stage may have none of them. Use 'auto'."
+            )
         if getattr(config, "ignored", None):
             raise ConflictError(f"{name}: ignored={config.ignored} cannot be used with pipeline_parallel. Remove it.")
 

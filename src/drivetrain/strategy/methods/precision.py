@@ -64,7 +64,8 @@ class SixteenBits(Method):
     def check(self, config: Any, site: Site) -> None:
         if config.dtype == "bfloat16" and not _has_bf16(site.device):
             raise UnsupportedMethodError(
-                f"{self.name}: bfloat16 needs a CPU or CUDA compute capability 8.0, which {site.device} has not. Use 'fp16' or 'auto'."
+                f"{self.name}: bfloat16 needs a CPU or a CUDA device of compute capability 8.0 or newer; {site.device} does not "
+                "support it. Use 'fp16' or 'auto'."
             )
 
 
@@ -93,8 +94,9 @@ class AmpNative(SixteenBits):
 
     def options(self, scope: "SearchScope") -> list[Option]:
         dtype, model = sixteen_bits(scope), scope.task.model
-        # Autocast leaves float64 alone.
-        has_effect = model is None or any(p.dtype != torch.float64 for p in model.parameters())
+        has_effect = model is None or any(
+            p.dtype != torch.float64 for p in model.parameters()
+        )  # autocast leaves those alone
         is_offered = scope.must(self.name) or (has_effect and dtype in scope.machine.flops and scope.usable(self))
         return [((self.name, scope.config(self, dtype=dtype)),)] if is_offered else []
 

@@ -82,11 +82,13 @@ class SequenceParallel(Method):
         self.require_axis(site, config.sp_size or 2)
         if config.sp_size not in (None, size):
             raise MethodConfigError(
-                f"sequence_parallel: sp_size={config.sp_size}, but the mesh has a sequence axis of {size}. Remove sp_size."
+                f"sequence_parallel: sp_size={config.sp_size}, but the mesh has a sequence axis of {size}. Use the same number, or remove "
+                f"sp_size."
             )
         if config.impl == "ring" and site.device.type != "cuda":
             raise UnsupportedMethodError(
-                f"sequence_parallel: impl='ring' needs CUDA, but the device is {site.device}. Use impl='ulysses'."
+                f"sequence_parallel: impl='ring' needs CUDA, but the device is {site.device}: torch's ring attention supports only "
+                f"CUDA. Use impl='ulysses'."
             )
         if site.axis("pipe") > 1:
             raise ConflictError("sequence_parallel and a 'pipe' axis cannot be used together. Use only one of them.")
@@ -156,5 +158,6 @@ def _check_visible_heads(model: nn.Module, size: int) -> None:
     for name, count in heads.items():
         if is_whole(count) and count % size:
             raise MethodConfigError(
-                f"sequence_parallel: {name} is {count} heads, which do not divide over {size} ranks. Use another sequence axis."
+                f"sequence_parallel: {name} is {count} heads, which do not divide over {size} ranks. Choose a size of the sequence axis "
+                "that divides them."
             )

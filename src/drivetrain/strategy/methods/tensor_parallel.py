@@ -1,4 +1,6 @@
-"""Split matrices over the ranks of the `tensor` axis. Layers are given, registered, the model's own, or found by running a block."""
+"""Split matrices over the ranks of the `tensor` axis. The plan for the layers is given, registered, the model's own, or found by
+running a block.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -148,7 +150,10 @@ class TensorParallel(Method):
         is_possible = site.axis("pipe") == 1 and "native_dynamo" not in site.names  # whose loss is elsewhere, or traced
         is_wanted = config.loss_parallel is True or (config.loss_parallel == "auto" and is_found and is_possible)
         if config.loss_parallel is True and site.axis("pipe") > 1:
-            raise ConflictError("tensor_parallel: a pipeline's last stage computes the loss. Remove loss_parallel.")
+            raise ConflictError(
+                "tensor_parallel: loss_parallel=True and a 'pipe' axis cannot be used together, because the last stage computes the loss. "
+                "Remove loss_parallel."
+            )
         with_head = split_head(site.model, expanded, size) if is_wanted else None
         if with_head is None and config.loss_parallel is True:
             raise MethodConfigError(
@@ -195,7 +200,9 @@ class TensorParallel(Method):
         others = site.axis("pipe") > 1 or site.axis("sequence") > 1 or "native_dynamo" in site.names
         run_on_pieces(ctx.model, mesh, here, gather_after_each_block=others)
         where = "within each block" if others else "from the first block to the last"
-        ctx.note(f"tensor_parallel: {len(here.norms)} norms and the layers after them on parts of sequences, {where}")
+        ctx.note(
+            f"tensor_parallel: {len(here.norms)} norms and the layers after them on parts of the sequence, {where}"
+        )
 
 
 def _initialise(ctx: "Application", mesh: DeviceMesh, name: str, module: nn.Module) -> None:
@@ -210,7 +217,9 @@ def _has_own_plan(model: nn.Module, size: int) -> bool:
     """Return whether a registered plan or the model's own can be used; one of transformers needs heads that divide."""
     if not find_tp_plan(model):
         return False
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    texts = [getattr(config, "get_text_config", lambda: None)() for config in configs]
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
+    }
+    texts = [getattr(config, "get_text_config", lambda: None)() for config in configs.values()]
     names = ("num_attention_heads", "num_key_value_heads")
     return all((getattr(text, name, None) or 0) % size == 0 for text in texts for name in names)

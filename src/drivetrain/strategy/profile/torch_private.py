@@ -161,7 +161,9 @@ def captured_saved_bytes(function: Callable[..., object], inputs: list[Tensor]) 
             captured(*inputs)
     except _CaptureDone as found:
         return found.saved
-    raise PrivateFeatureMissing("the capture returned without a graph: nothing requires a gradient")
+    raise PrivateFeatureMissing(
+        "the capture of a compiled forward pass returned without a graph: nothing requires a gradient"
+    )
 
 
 def traced_saved_bytes(function: Callable[..., Tensor], inputs: object) -> float:
@@ -199,7 +201,9 @@ def traced_saved_bytes(function: Callable[..., Tensor], inputs: object) -> float
     if not saved:
         raise PrivateFeatureMissing("the compiler's front end made no graph that needs a gradient")
     if len(saved) > _MOST_GRAPHS:
-        raise PrivateFeatureMissing(f"the compiler's front end made {len(saved)} graphs: too many")
+        raise PrivateFeatureMissing(
+            f"the compiler's front end made {len(saved)} graphs, and what runs between them is not known"
+        )
     return sum(saved) + sum(returned[:-1])
 
 

@@ -103,7 +103,9 @@ def _reject_both(names: Iterable[str]) -> None:
 def _reject_excluded(plan: Strategy, unwanted: set[str]) -> None:
     present = [name for name in plan.opt_names() if name in unwanted]
     if present:
-        raise ConflictError(f"{', '.join(present)}: excluded, but in load_strategy. Remove it from one of them.")
+        raise ConflictError(
+            f"{', '.join(present)}: excluded, but in the plan that load_strategy gives. Remove it from one of them."
+        )
 
 
 def parse_memory(value: float | int | str) -> float | int:

@@ -222,7 +222,9 @@ def summary(plan: Strategy) -> list[str]:
 def plain_plan(cause: str, failed: Strategy | None = None) -> Strategy:
     """Return the plan that changes nothing, for a training run that continues although its search failed, and warn once."""
     if is_master():
-        text = f"The search found no plan, so the model trains without one: {cause} strict=True raises instead."
+        text = (
+            f"The search found no plan, so the model trains without one: {cause} strict=True raises an error instead."
+        )
         warn(text)
     methods = [mesh_method().name] if get_num_processes() > 1 else []
     rejected, search = ((), None) if failed is None else (failed.rejected, failed.search)

@@ -157,7 +157,9 @@ class SearchScope:
         return True
 
     def dimensions(self) -> dict[str, list[Option]]:
-        """Return the options of each dimension, in the order of the registry. Those of an axis are empty: they depend on the mesh."""
+        """Return the options of each dimension, in the order of the registry. Those of an axis depend on the mesh and are empty
+        here.
+        """
         members: dict[str, list[Method]] = {}
         for method in all_methods():
             if method.is_searched:

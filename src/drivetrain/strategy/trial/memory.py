@@ -142,6 +142,9 @@ def watch_memory(app: "Application", plan: "Strategy") -> None:
         handle.remove()
         real = torch.cuda.max_memory_allocated(app.device)
         if real > predicted * (1 + SURPRISE):
-            warn(f"the plan needs {format_bytes(real)} for tensors; predicted were {format_bytes(predicted)}.")
+            warn(
+                f"the plan was predicted to need {format_bytes(predicted)} for tensors, and two updates took {format_bytes(real)}. "
+                "Inputs that are larger than the samples of the search would explain it."
+            )
 
     handle = inner.register_step_post_hook(look)
