@@ -14,7 +14,7 @@ from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
 from drivetrain.strategy.registry import register_method
 from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.task import CallModel, TrainingTask
-from drivetrain.strategy.trial import measuring
+from drivetrain.strategy.trial import checking, measuring
 from drivetrain.strategy.trial.checking import Measured, compute_reference_results, share_of_plan, verdict
 from drivetrain.strategy.trial.per_parameter import PerParameter, compare, norm_of, plain_numbers, sketch
 from drivetrain.strategy.trial.report import ReferenceResults, Report
@@ -190,8 +190,7 @@ def small_device(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
         return compute_reference_results(model, *args, **kwargs)
 
-    monkeypatch.setattr(plan_check, "compute_reference_results", fits)
-    monkeypatch.setattr(measuring, "compute_reference_results", fits)
+    monkeypatch.setattr(checking, "compute_reference_results", fits)
 
 
 def test_a_plan_whose_plain_model_does_not_fit_is_verified_by_a_smaller_one(breaks, small_device, monkeypatch):

@@ -181,6 +181,16 @@ def test_the_trainer_finds_its_plan_and_ends_with_the_plain_weights(tmp_path, mo
         run(auto_trainer(strict=True))
 
 
+def test_a_run_that_resumes_on_a_world_that_its_plan_does_not_fit_trains_without_it(tmp_path):
+    where = {"per_device_batch_size": 8, "train_dataloader_kwargs": {"num_workers": 0}, "checkpoint_dir": tmp_path}
+    auto_trainer().train(make_pairs(), num_epochs=1, **where)
+    Strategy(["fused_optimizer"], mesh=[("tensor", 2), ("data", 1)]).save(tmp_path / "strategy.json")
+    again = auto_trainer()
+    with pytest.warns(DrivetrainWarning, match="a world of 1 cannot hold the axes tensor 2"):
+        again.train(make_pairs(), num_epochs=2, resume_from="auto", **where)
+    assert again.plan.opt_names() == [] and again.state.timestamp.epoch == 2
+
+
 def failing(outcome):
     """Return a search that ends in one of the ways in which none finds a plan."""
 

@@ -169,6 +169,32 @@ def test_samples_that_are_joined_at_random_are_joined_once():
     assert isinstance(read_samples([image(i) for i in range(4)], join_with_noise), dict)
 
 
+class Whole(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield torch.zeros(4, 8)
+
+
+class ReadsSeveral(torch.utils.data.Dataset):
+    """Whose rows come as one object, as those of a TensorDict do."""
+
+    def __len__(self):
+        return 6
+
+    def __getitems__(self, numbers):
+        return {"x": torch.zeros(len(numbers), 8)}
+
+
+def join_pairs(rows):
+    assert len(rows) > 1
+    return torch.stack(rows)
+
+
+def test_samples_are_read_from_whatever_a_loader_reads():
+    assert read_samples(Whole(), count=None).shape == (4, 8)
+    assert read_samples(ReadsSeveral(), lambda batch: batch)["x"].shape == (6, 8)
+    assert read_samples(list(torch.zeros(6, 8)), join_pairs).shape == (6, 8)
+
+
 class Unreadable(torch.utils.data.Dataset):
     """Whose first rows cannot be read; a sampler leaves them out."""
 

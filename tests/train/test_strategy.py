@@ -108,11 +108,11 @@ def test_a_model_that_cannot_train_on_one_sample_is_verified_and_trains():
 
 def test_a_plan_is_verified_on_several_samples_so_that_a_loss_over_other_things_is_seen(monkeypatch):
     seen = []
-    from drivetrain.strategy import plan_check
+    from drivetrain.strategy.trial import checking
 
-    original = plan_check.compute_reference_results
+    original = checking.compute_reference_results
     monkeypatch.setattr(
-        plan_check, "compute_reference_results", lambda *args, **kw: seen.append(args[3]) or original(*args, **kw)
+        checking, "compute_reference_results", lambda *args, **kw: seen.append(args[3]) or original(*args, **kw)
     )
     train(make_trainer(strategy=["fused_optimizer"]), num_epochs=1, per_device_batch_size=6)
     assert seen == [6]

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from drivetrain.context.kinds import ItemHolder, Kind
 from drivetrain.context.loading import MODULE_KIND, OTHER_KIND, Loading, LoadReport, Saving, kind_of, walk
 from drivetrain.context.moving import move_optimizer_state
-from drivetrain.core.errors import ConfigError, DistributedError, ExperimentError, ResumeError, unknown_name
+from drivetrain.core.errors import ConfigError, ExperimentError, ResumeError, unknown_name
 from drivetrain.core.types import Item, Settings, StateDict
 from drivetrain.module.sharding import rebind_optimizer
 from drivetrain.module.wrapping import named_clean_parameters, unwrap
@@ -27,7 +27,7 @@ from drivetrain.runtime.coders import PLAIN
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.group import join_launched_world
-from drivetrain.runtime.ranks import is_distributed, is_master
+from drivetrain.runtime.ranks import is_distributed, is_master, require_group
 from drivetrain.runtime.run import ExperimentRun, current_run
 from drivetrain.runtime.seeds import reseed_rank, restore_rng
 
@@ -302,11 +302,7 @@ class Context(ItemHolder):
             )
 
     def _distribute(self, verb: str, transform: Transform) -> Self:
-        if not is_distributed():
-            raise DistributedError(
-                f"{verb}() needs a process group, and none is initialized. Start the program with `torchrun --nproc-per-node=2 "
-                "program.py` and call drivetrain.init_distributed() first, or start the experiment with --distributed."
-            )
+        require_group(f"{verb}()")
         transform.apply(self)
         if not self._has_own_stream:
             reseed_rank(self._seed())

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.core.errors import DistributedError, UnsupportedMethodError, unknown_name
 from drivetrain.module.wrapping import is_compiled_shell, is_fully_sharded
-from drivetrain.runtime.ranks import data_group, get_rank, is_distributed
+from drivetrain.runtime.ranks import data_group, get_rank, require_group
 
 _ASKED_BY_DDP = frozenset({"buffer_hook"})  # DDP tests for these with hasattr; a model's own must not answer
 
@@ -114,11 +114,7 @@ def wrap_ddp(model: nn.Module, device: torch.device | str | None = None, **kw: o
         model.to(device)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return model
-    if not is_distributed():
-        raise DistributedError(
-            "DDP needs a process group, and none is initialized. Start the program with `torchrun --nproc-per-node=N "
-            "program.py` and call drivetrain.runtime.group.init_distributed() first."
-        )
+    require_group("DDP")
     settings = {"gradient_as_bucket_view": True, **kw}
     if "process_group" not in settings and "device_mesh" not in settings:
         settings["process_group"] = data_group()

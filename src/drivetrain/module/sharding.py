@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
-from drivetrain.core.errors import ConfigError, DistributedError, StateError, unknown_name
+from drivetrain.core.errors import ConfigError, StateError, unknown_name
 from drivetrain.module.blocks import select_modules
 from drivetrain.module.distributed_tensors import is_dtensor, like_sharded, synchronise
 from drivetrain.module.families import is_plain_container
 from drivetrain.module.wrapping import is_fully_sharded, named_clean_parameters, parameter_places, unwrap
-from drivetrain.runtime.ranks import is_distributed, num_data_ranks
+from drivetrain.runtime.ranks import num_data_ranks, require_group
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -49,11 +49,7 @@ def shard_fully(
     model = unwrap(model)
     if is_fully_sharded(model):
         return model
-    if not is_distributed():
-        raise DistributedError(
-            "fully_shard needs a process group, and none is initialized. Start the program with `torchrun "
-            "--nproc-per-node=N program.py` and call drivetrain.runtime.group.init_distributed() first."
-        )
+    require_group("fully_shard")
     mesh = _default_mesh(model) if mesh is None else mesh
     units = _without_shared(model, _units(model, wrap))
     whole = [p for p in model.parameters() if p.ndim == 0 or p.numel() == 0]  # nothing to shard in those
@@ -71,9 +67,8 @@ def shard_fully(
     if any(parameter.is_meta and parameter.numel() for parameter in whole):
         names = [name for name, parameter in model.named_parameters() if any(parameter is one for one in whole)]
         raise ConfigError(
-            f"{', '.join(names)}: a parameter without dimensions, or of another type than those around it, cannot be sharded, and on the "
-            "meta device its gradient cannot be averaged either. Give it the shape (1,) and their type, or materialise the model before "
-            "sharding."
+            f"{', '.join(names)}: a parameter without dimensions, or of another type than those around it, cannot be sharded on the meta "
+            "device. Give it the shape (1,) and their type, or materialise the model before sharding."
         )
     settings = {"mesh": mesh, "ignored_params": {*ignored, *whole}, **fully_shard_kwargs}
 
@@ -165,9 +160,7 @@ def _default_mesh(model: nn.Module) -> DeviceMesh:
 def _units(model: nn.Module, wrap: object) -> list[nn.Module]:
     """Return the modules asked for, inner ones before the ones around them."""
     if isinstance(wrap, bool) or wrap is None:
-        raise ConfigError(
-            f"wrap={wrap!r} is not understood. Give 'auto', classes, names, or a smallest number of elements."
-        )
+        raise ConfigError(f"wrap={wrap!r} is not valid. Give 'auto', classes, names, or a smallest number of elements.")
     if isinstance(wrap, int):
         chosen = _subtrees_of_size(model, wrap)
     else:

@@ -28,6 +28,15 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def require_group(what: str) -> None:
+    """Raise unless there is a process group."""
+    if not is_distributed():
+        raise DistributedError(
+            f"{what} needs a process group, and none is initialized. Start the program with `torchrun --nproc-per-node=N program.py` and "
+            "call drivetrain.init_distributed() first, or start an experiment with --distributed."
+        )
+
+
 def is_master() -> bool:
     """Return whether this is rank 0, or the only process."""
     return get_rank() == 0

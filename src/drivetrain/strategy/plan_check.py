@@ -11,15 +11,15 @@ from torch import nn
 
 from drivetrain.module.probing import copy_model
 from drivetrain.module.tensor_trials import random_state_dict
-from drivetrain.runtime.collectives import agree_any, all_gather_values
-from drivetrain.runtime.device import device_memory, is_out_of_memory
+from drivetrain.runtime.collectives import all_gather_values
+from drivetrain.runtime.device import device_memory
 from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.runtime.seeds import preserve_rng_state
 from drivetrain.strategy.profile.few_blocks import cut_model, find_cuttable
 from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.checking import (
-    compute_reference_results,
+    fitting_reference,
     plain_number,
     planned_step,
     share_of_plan,
@@ -53,17 +53,10 @@ def compare_plan(plan: Strategy, task: TrainingTask, model: nn.Module, device: t
     resolved = resolve_plan(plan, model=model, device=device)
     batch = resolved.batch_of(plan, task.global_batch_size)
     share = share_of_plan(resolved, batch)
-    expected = None
     use_weights_of_first_rank(model)
-    try:
-        expected = compute_reference_results(model.to(device), task, device, share.samples)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        model.zero_grad()
-    if agree_any(expected is None):
+    expected = fitting_reference(model, task, device, share.samples)
+    if expected is None:
         raise PlainDoesNotFit
-    assert expected is not None
     mode = model.training
     ctx = task.shaped(model, resolved, batch)
     found = planned_step(ctx, task.rows, share, task.call, quiet=expected.is_quiet)
@@ -95,8 +88,7 @@ def compare_with_fewer_blocks(
         text = f"{cause}, and {sum(counts)} of its blocks have {elements:,} elements"
         if elements > room:
             continue
-        kept_out = map(model.get_submodule, gone)
-        small = copy_model(model, {id(block): block for block in kept_out})
+        small = copy_model(model, {id(block): block for block in map(model.get_submodule, gone)})
         cut_model(small, families, counts)
         if on_meta(small):
             _fill(small)

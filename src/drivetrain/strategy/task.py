@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.data import DataLoader, default_collate, default_convert
+from torch.utils.data import DataLoader, default_collate
 
 from drivetrain.context.context import Context
 from drivetrain.core.types import Batch, Settings
 from drivetrain.module.compilation import LossGraph
 from drivetrain.module.loss_items import UNKNOWN, LossItems
 from drivetrain.module.probing import copy_model, eval_mode
-from drivetrain.runtime.seeds import capture_rng, same_state
+from drivetrain.runtime.seeds import capture_rng, preserve_rng_state, same_state
 from drivetrain.strategy.apply import Application, LossFunc, PrepareInput, prepared_input, shape
 from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
@@ -35,8 +35,13 @@ NUM_SAMPLES = 32
 class Uncollated(NamedTuple):
     """Samples that only their loader's function can join: a batch of graphs, or of images of any size, is not cut along a dimension."""
 
-    rows: list[Any]
-    collate: Callable[[list[Any]], Any]
+    rows: list[object]
+    collate: Callable[[list[object]], Batch]
+
+
+def joined(samples: Batch) -> Batch:
+    """Return samples as a loader yields them."""
+    return samples.collate(samples.rows) if isinstance(samples, Uncollated) else samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +78,11 @@ class TrainingTask:
             raise ValueError("a task needs model or model_fn.")
         return copy_model(self.model)
 
-    def batch(self, size: int) -> Any:
+    def batch(self, size: int) -> Batch:
         """Return `size` samples as a loader yields them, repeated if there are fewer."""
         return self.rows(range(size))
 
-    def rows(self, numbers: Iterable[int]) -> Any:
+    def rows(self, numbers: Iterable[int]) -> Batch:
         """Return the samples with these numbers as a loader yields them; the first follows the last."""
         have = self.sample_count
         chosen = [number % max(1, have) for number in numbers]
@@ -87,9 +92,11 @@ class TrainingTask:
             Tensor, lambda tensor: tensor[chosen] if tensor.shape[:1] == (have,) else tensor, self.samples
         )
 
-    def joined(self) -> Any:
-        """Return all samples as a loader yields them."""
-        return self.batch(self.sample_count) if isinstance(self.samples, Uncollated) else self.samples
+    def missing(self) -> str | None:
+        """Return why no plan can be tried, or None if it can."""
+        needs = {"loss_func": self.loss_func, "optim_func": self.optim_func, "readable data": self.samples}
+        missing = [name for name, value in needs.items() if value is None]
+        return f"there is no {' and no '.join(missing)}" if missing else None
 
     @property
     def sample_count(self) -> int:
@@ -99,7 +106,7 @@ class TrainingTask:
         sizes = [leaf.shape[0] for leaf in tree_leaves(self.samples) if isinstance(leaf, Tensor) and leaf.ndim > 0]
         return max(sizes, default=0)
 
-    def prepared(self, batch: Batch, device: torch.device) -> Any:
+    def prepared(self, batch: Batch, device: torch.device) -> Batch:
         """Return the model's input for a batch of the loader."""
         return prepared_input(batch, device, self.prepare_input)
 
@@ -155,31 +162,37 @@ class TrainingTask:
             return self.call(model, inputs)
 
 
-def read_samples(dataset: Any, collate: Callable[[Any], Any] | None = None, count: int | None = NUM_SAMPLES) -> Any:
+def read_samples(dataset: Any, collate: Callable[..., Batch] | None = None, count: int | None = NUM_SAMPLES) -> Batch:
     """Return the first samples of a dataset as a loader yields them, or `Uncollated` where that cannot be cut into samples again.
 
-    `count` is None for a dataset of whole batches.
+    `count` is None for a dataset of whole batches. Random states are restored.
     """
-    if count is None:
-        return (collate or default_convert)(dataset[0])
-    read = next(iter(DataLoader(dataset, batch_size=count, collate_fn=list)))
-    rows = [row for row in read if row is not None]  # a function that joins rows leaves those out
-    join = collate or default_collate
-    before = capture_rng()
+    with preserve_rng_state():
+        if count is None:
+            return next(iter(DataLoader(dataset, batch_size=None, collate_fn=collate)))
+        read, join = next(iter(DataLoader(dataset, count, collate_fn=lambda rows: rows))), collate or default_collate
+        if not isinstance(read, list):  # a dataset may return several rows as one object
+            return join(read)
+        rows = [row for row in read if row is not None]  # a function that joins rows leaves those out
+        before = capture_rng()
+        try:
+            batch = join(rows)
+        except Exception:  # rows that a sampler puts into different batches
+            rows = rows[:1]
+            batch = join(rows)
+        is_random = not same_state(before, capture_rng())  # joined again, the rows would be others
+        is_whole = join is default_collate or is_random or _can_be_cut(batch, rows, join)
+    return batch if is_whole else Uncollated(rows, join)
+
+
+def _can_be_cut(batch: Batch, rows: list[object], join: Callable[[list[object]], Batch]) -> bool:
+    """Return whether the tensors of joined rows have them along the first dimension, or are the same for a single row."""
     try:
-        joined = join(rows)
-    except Exception:  # rows that a sampler puts into different batches
-        rows = rows[:1]
-        joined = join(rows)
-    is_random = not same_state(before, capture_rng())  # joined again, the rows would be others
-    is_whole = join is default_collate or is_random or joined is None
-    return joined if is_whole or _can_be_cut(joined, len(rows), join(rows[:1])) else Uncollated(rows, join)
-
-
-def _can_be_cut(joined: Batch, count: int, single: Batch) -> bool:
-    """Return whether the tensors of `count` joined rows have them along the first dimension, or are the same for a single row."""
-    pairs = [[leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)] for batch in (joined, single)]
-    has_rows = [many[:1] == (count,) and one[:1] == (1,) for many, one in zip(*pairs)]
+        single = join(rows[:1])
+    except Exception:  # it joins several rows only
+        return True
+    pairs = [[leaf.shape for leaf in tree_leaves(one) if isinstance(leaf, Tensor)] for one in (batch, single)]
+    has_rows = [many[:1] == (len(rows),) and one[:1] == (1,) for many, one in zip(*pairs)]
     is_known = len(pairs[0]) == len(pairs[1]) and any(has_rows)
     return is_known and all(has or many == one for has, many, one in zip(has_rows, *pairs))
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from drivetrain.context.context import Context
 from drivetrain.core.arguments import check_callable
@@ -24,7 +25,6 @@ from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.group import init_distributed
 from drivetrain.runtime.ranks import get_num_processes, is_master
-from drivetrain.runtime.seeds import preserve_rng_state
 from drivetrain.strategy.apply import Application, LossFunc, PrepareInput, check_model
 from drivetrain.strategy.batching import BatchSplit, plan_batch
 from drivetrain.strategy.device_spec import DeviceSpec
@@ -419,25 +419,17 @@ class _Request:
     def _dry_run(self, plan: Strategy, device: torch.device, batch: BatchSplit | None) -> DryRunOutcome:
         if self.options.ignore_dryrun_on_load_strategy:
             return DryRunOutcome(notes=("dry run: skipped, because ignore_dryrun_on_load_strategy is set",))
-        needs = {
-            "optim_func": self.given.optim_func,
-            "loss_func": self.given.loss_func,
-            "readable data": self.task.samples,
-        }
-        if missing := [name for name, there in needs.items() if there is None]:
-            return DryRunOutcome(notes=(f"dry run: skipped, because there is no {' and no '.join(missing)}",))
+        if missing := self.task.missing():
+            return DryRunOutcome(notes=(f"dry run: skipped, because {missing}",))
         return verify_plan(plan, self.task, device=device, batch=batch)
 
     def _samples(self) -> object:
-        """Return a few samples as a loader yields them, the same on all ranks; reading them disturbs no random state."""
+        """Return a few samples as a loader yields them, the same on all ranks."""
         if self.dataset is not None:
             try:
-                with preserve_rng_state():
-                    return read_samples(self.dataset, self.loader_args.get("collate_fn"))
+                return read_samples(self.dataset, self.loader_args.get("collate_fn"))
             except Exception:  # the first batch raises it again, unless a sampler leaves those samples out
                 return None
         if not self.options.expand_sample_batch:
             return self.options.sample_batch
-        from torch.utils._pytree import tree_map_only
-
-        return tree_map_only(torch.Tensor, lambda tensor: tensor.unsqueeze(0), self.options.sample_batch)
+        return tree_map_only(Tensor, lambda tensor: tensor.unsqueeze(0), self.options.sample_batch)

@@ -41,7 +41,7 @@ from drivetrain.strategy.registry import method_names
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
 from drivetrain.strategy.search.constraints import SearchConstraints
 from drivetrain.strategy.search.decision import plain_plan
-from drivetrain.strategy.task import NUM_SAMPLES, TrainingTask, Uncollated, read_samples
+from drivetrain.strategy.task import NUM_SAMPLES, TrainingTask, Uncollated, joined, read_samples
 from drivetrain.strategy.trial.process import reject_inside_trial
 from drivetrain.strategy.value import Strategy, fingerprint
 from drivetrain.train import loaders
@@ -198,8 +198,10 @@ def _apply(request: PlanRequest) -> tuple[Strategy, Application]:
     tried = () if is_auto else _verify(request, plan, resolved)
     recipe = None if request.torch_optimizer is None else recipe_of(request.torch_optimizer, model)
     can_read = _has_items(_source(request)[0])
-    app = Application(request.state, resolved, recipe, sample=partial(_run_samples, request) if can_read else None)
-    app.output_position, app.outputs_are_read, app.loss_graph = 0, request.outputs_are_read, request.loss_graph
+    app = Application(
+        request.state, resolved, recipe, sample=partial(_run_samples, request) if can_read else None,
+        output_position=0, outputs_are_read=request.outputs_are_read, loss_graph=request.loss_graph,
+    )  # fmt: skip
     app.ddp_settings.update(request.ddp_settings)
     apply_to_called_model(app)
     reasons = tuple(dict.fromkeys((*plan.reasons, *tried, *resolved.reasons, *app.notes)))
@@ -216,11 +218,11 @@ def _verify(request: PlanRequest, plan: Strategy, resolved: ResolvedPlan) -> tup
         return (f"dry run: skipped, because {obstacle}",)
     micro, accumulation = resolved.batch_split
     if (micro or accumulation) and isinstance(task.samples, Uncollated):
-        rows, found = task.sample_count, batch_size_of(None, task.joined())
-        if rows != found:
+        rows = batch_size_of(None, joined(task.samples))
+        if rows != task.sample_count:
             raise UnsupportedMethodError(
-                f"micro_batch: the Trainer cuts the first dimension of tensors, but {rows} samples that the collate_fn joins have {found} "
-                "rows there. Remove micro_batch, or use auto_accelerate, whose loader joins the samples of each micro-batch."
+                f"micro_batch: the Trainer cuts the first dimension of tensors, but {task.sample_count} samples that the collate_fn joins "
+                f"have {rows} rows there. Remove micro_batch, or use auto_accelerate, whose loader joins each micro-batch."
             )
     parts = resolved.data_ranks * (accumulation or 1)
     rows = micro or max(1, task.global_batch_size // parts)
@@ -234,8 +236,8 @@ def _run_samples(request: PlanRequest, model: nn.Module) -> object:
     """Return a model's outputs for a few samples of the training data."""
     with preserve_rng_state():
         samples = read_samples(*_source(request))
-        first = TrainingTask(call=nn.Module.__call__, samples=samples).batch(1)
-        return TrainingTask(call=CallByForm(request.form_of(first, model)), samples=samples).run_samples(model)
+        form = request.form_of(joined(samples), model)
+        return TrainingTask(call=CallByForm(form), samples=samples).run_samples(model)
 
 
 def _check(request: PlanRequest, resolved: ResolvedPlan) -> None:
@@ -396,14 +398,13 @@ def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:
     obstacles = [
         f"the Trainer overrides {name}, which runs only in the Trainer itself" for name in request.overridden_hooks
     ]
-    task = TrainingTask(model=model, call=nn.Module.__call__)
+    samples = first = None
     try:
-        with preserve_rng_state():
-            task = replace(task, samples=read_samples(dataset, collate, count))
-            first = task.joined()
+        samples = read_samples(dataset, collate, count)
+        first = joined(samples)
     except Exception as error:  # the first batch raises it again, unless a sampler leaves those samples out
         obstacles.append(f"the first samples could not be read ({type(error).__name__}: {error})")
-        task, first = replace(task, samples=None), None
+        samples = None
     form, settings = None if first is None else request.form_of(first, model), Settings()
     if isinstance(form, WholeForm):
         obstacles.append("the model computes its own loss(outputs, batch), which a trial cannot call")
@@ -412,11 +413,12 @@ def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:
         settings = {"optim_func": recipe.build, "optim_args": recipe.settings, "optim_param_func": recipe.groups}
     else:
         obstacles.append(f"the optimizer is a {type(request.optimizer).__name__}, which a trial cannot create again")
-    size = _loader_batch_size(request) or (given.per_device_batch_size if count else max(1, task.sample_count))
-    task = replace(
-        task,
-        call=task.call if form is None else CallByForm(form),
+    size = _loader_batch_size(request) or (given.per_device_batch_size if count else batch_size_of(None, first))
+    task = TrainingTask(
+        model=model,
+        call=nn.Module.__call__ if form is None else CallByForm(form),
         loss_func=None if form is None or obstacles else LossByForm(form, request.state.loss_fn),
+        samples=samples,
         global_batch_size=given.global_batch_size or size * num_data_ranks(),
         loss_graph=request.loss_graph,
         **settings,
@@ -429,8 +431,7 @@ def _source(request: PlanRequest) -> tuple[Any, Callable[..., object] | None, in
     source, collate = request.dataset, request.collate
     if not loaders.is_ready_loader(source):
         return source, collate, NUM_SAMPLES
-    has_batches = getattr(source, "batch_sampler", source) is None
-    count = None if has_batches else NUM_SAMPLES
+    count = None if getattr(source, "batch_sampler", source) is None else NUM_SAMPLES
     return getattr(source, "dataset", source), getattr(source, "collate_fn", collate), count
 
 

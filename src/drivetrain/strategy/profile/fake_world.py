@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from drivetrain.core.errors import DistributedError
 from drivetrain.core.types import Batch
@@ -115,8 +116,6 @@ def preserve_model_state(model: nn.Module | None) -> Iterator[None]:
 
 def prepared_inputs(task: "TrainingTask", size: int, mode: "FakeTensorMode") -> Any:
     """Return the model's fake input for a number of samples: prepared like real ones on the host, then made fake."""
-    from torch.utils._pytree import tree_map_only
-
     prepared = task.prepared(task.batch(size), torch.device("cpu"))
     return tree_map_only(Tensor, lambda tensor: faked(mode, tensor), prepared)
 

@@ -28,7 +28,7 @@ from drivetrain.strategy.profile.values import (
     counts_of,
     line_through,
 )
-from drivetrain.strategy.task import TrainingTask
+from drivetrain.strategy.task import TrainingTask, joined
 
 SIZES = (2, 4)
 """Samples in the two runs; never 1, which disappears in a squeeze and has no variance to normalise by."""
@@ -286,7 +286,7 @@ class _LayerWork(NamedTuple):
 def _sample_shape(task: TrainingTask) -> tuple[int | None, float, float]:
     """Return sequence length, pixels and bytes of one sample."""
     count = max(task.sample_count, 1)
-    tensors = [tensor for tensor in tensors_of(task.batch(count)) if tensor.ndim > 0]
+    tensors = [tensor for tensor in tensors_of(joined(task.samples)) if tensor.ndim > 0]
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / count
     pictures = [tensor for tensor in tensors if tensor.ndim >= 4]
     if pictures:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from drivetrain.core.errors import first_line
 from drivetrain.core.types import Batch
 from drivetrain.module.blocks import find_blocks
 from drivetrain.module.checkpointing import checkpoint_blocks
@@ -56,12 +57,7 @@ from drivetrain.strategy.profile.findings import (
 )
 from drivetrain.strategy.profile.operations import fused, tensors_of, work_of
 from drivetrain.strategy.profile.step_memory import StepMemory, mean_of_outputs
-from drivetrain.strategy.profile.torch_private import (
-    ROUNDING,
-    captured_saved_bytes,
-    fake_mode,
-    traced_saved_bytes,
-)
+from drivetrain.strategy.profile.torch_private import ROUNDING, captured_saved_bytes, fake_mode, traced_saved_bytes
 from drivetrain.strategy.profile.unit_recorder import OperationList, UnitRecorder, hooked
 from drivetrain.strategy.profile.values import ARITHMETICS, COMPILED, FUSED, PARTS, ModelProfile, line_through
 from drivetrain.strategy.task import TrainingTask
@@ -111,7 +107,7 @@ class ModelProfiler:
         except OutOfTime as late:
             why = f"its run on fake tensors was stopped after {late.seconds:.1f} s"
         except Exception as error:  # the user's code meets fake tensors here, and may fail in any way
-            why = f"the model could not run on fake tensors ({_short(error)})"
+            why = f"the model could not run on fake tensors ({type(error).__name__}: {first_line(error)})"
         self._runs = None
         self._modelled = closed_form_profile(self.task, f"{why}: estimated from its parameters and layers instead")
         return self._modelled
@@ -186,7 +182,7 @@ class _FakeRuns:
                 self.optimizer_bytes = state_bytes(self.optimizer)
         except Exception as error:
             self.model.zero_grad(set_to_none=True)
-            failed = f"on fake tensors it failed ({_short(error)})"
+            failed = f"on fake tensors it failed ({type(error).__name__}: {first_line(error)})"
             self._note(f"the optimizer's state is taken in proportion to a small step: {failed}")
 
     def _record_units(self, arithmetic: str) -> None:
@@ -298,7 +294,7 @@ class _FakeRuns:
                 saved.append(self._captured(arithmetic, size))
                 self._capture_seconds = time.monotonic() - started
             except Exception as error:  # code that the compiler cannot follow either
-                self._note(f"{what}: the forward graph could not be captured ({_short(error)})")
+                self._note(f"{what}: the graph could not be captured ({type(error).__name__}: {first_line(error)})")
                 return
         if not saved:
             self._note(f"{what}: out of time before the forward graph was captured")
@@ -307,9 +303,7 @@ class _FakeRuns:
             fixed, each = line_through(SIZES, saved)
         else:
             fixed, each = 0.0, saved[0] / SIZES[0]
-            self._note(
-                f"{what}: there was time for one batch size only, so all memory is taken as proportional to the batch"
-            )
+            self._note(f"{what}: there was time for one batch size, so memory is taken as proportional to it")
         self.found.compiled[arithmetic] = fixed, each
         state = float(storage_bytes([*self._parameters, *self._buffers]) + self.optimizer_bytes)
         gradients = sum(p.numel() * p.element_size() for p in self._parameters if p.requires_grad)
@@ -358,11 +352,6 @@ class _FakeRuns:
 
 def _autocast(arithmetic: str) -> AbstractContextManager[object]:
     return torch.autocast("cpu", dtype=torch.bfloat16, enabled=arithmetic != "float32")
-
-
-def _short(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
 
 
 @contextmanager

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
+from drivetrain.core.errors import first_line
 from drivetrain.module import ddp, tensor_inference
 from drivetrain.module.loss_items import UNKNOWN
 from drivetrain.module.probing import attributes_set, silence_torch_logging
@@ -127,8 +129,7 @@ def _simulate(task: TrainingTask, plan: Strategy, world: int, kind: str, deadlin
     except NotImplementedError as error:
         result = Simulation(failure=str(error))
     except Exception as error:  # a model may do anything; why it cannot be simulated is the result
-        text = str(error).strip().splitlines()
-        result = Simulation(failure=f"{type(error).__name__}: {text[0] if text else 'no message'}")
+        result = Simulation(failure=f"{type(error).__name__}: {first_line(error)}")
     finally:
         gc.collect()
     return replace(result, notes=tuple(job.notes), seconds=time.monotonic() - started)
@@ -228,8 +229,6 @@ def _follow(
 
 def _fake_task(job: _Job, mode: "FakeTensorMode") -> TrainingTask:
     """Return the task with fake samples, and with the optimizer's loop over parameters that the device would choose."""
-    from torch.utils._pytree import tree_map_only
-
     task = job.task
     changes: dict[str, Any] = {"samples": tree_map_only(Tensor, lambda tensor: faked(mode, tensor), task.samples)}
     given = {"fused", "foreach"} & {key for key, value in task.optim_args.items() if value is not None}
@@ -268,8 +267,6 @@ def _in_child(
     task: TrainingTask, plans: Sequence[Strategy], world: int, kind: str, deadline: Deadline
 ) -> list[Simulation]:
     """Simulate in a process of its own, which has no process group yet; it gets the structure of the model, not its memory."""
-    from torch.utils._pytree import tree_map_only
-
     started = time.monotonic()
     try:
         model = None if task.model is None else meta_copy(task.model)

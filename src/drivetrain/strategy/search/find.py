@@ -67,9 +67,8 @@ def find_plan(
     Only wrong input raises otherwise. What an equal search found before is returned at once, see `plan_cache`.
     """
     search = _Search(task, device, world, constraints, on_progress)
-    file = plan_file(
-        task, device, world, constraints
-    )  # before a search calls what a user wrote, which may keep a count
+    # Before a search calls what a user wrote, which may keep a count.
+    file = plan_file(task, device, world, constraints)
     if (kept := find_cached_plan(file, task, device, world, constraints)) is not None:
         search.log_search_result(kept)
         return kept
@@ -154,15 +153,11 @@ class _Search:
         too_large = {item.candidate for item in compared.simulated if item.peak > budget}
         others = [item for item in compared.fitting if item.candidate not in too_large]
         chosen = self._unmeasured([*ranked, *others], compared.plain or ranked[0], compared.measurements)
-        if compared.measurements:
-            if {one.result.outcome for one in compared.measurements} - {
-                "oom",
-                "timeout",
-            } and compared.plain is not None:
-                chosen = compared.plain  # after errors nothing is trusted that was not tried
-            notes.append(
-                f"search: no trial succeeded, so {'a prediction' if chosen.methods else 'the plain model'} is used"
-            )
+        if outcomes := {one.result.outcome for one in compared.measurements}:
+            if outcomes - {"oom", "timeout"}:  # after errors nothing is trusted that was not tried
+                chosen = compared.plain or chosen
+            shown = "a prediction" if chosen.methods else "the plain model"
+            notes.append(f"search: no trial succeeded, so {shown} is used")
         return compared.chosen_plan(chosen, None, notes)
 
     def _completed(self, best: Measurement) -> tuple[Measurement, list[str]]:
@@ -363,13 +358,7 @@ class _Search:
             return "the plan is for another machine"
         if self.clock.limit == 0:
             return "time_limit is 0"
-        needs = {
-            "loss_func": self.task.loss_func,
-            "optim_func": self.task.optim_func,
-            "readable data": self.task.samples,
-        }
-        missing = [name for name, there in needs.items() if there is None]
-        return f"there is no {' and no '.join(missing)}" if missing else None
+        return self.task.missing()
 
     def _unmeasured(self, fitting: Sequence[Scored], last: Scored, found: Sequence[Measurement]) -> Scored:
         """Return the best prediction that can be applied, needs no proof and is not of a kind that failed; else the last resort."""

@@ -23,9 +23,9 @@ from drivetrain.core.types import Batch
 from drivetrain.module.distributed_tensors import whole_tensor
 from drivetrain.module.probing import attributes_set, restore_buffers_after
 from drivetrain.module.wrapping import unwrap
-from drivetrain.runtime.collectives import all_gather_values, broadcast_from_master
+from drivetrain.runtime.collectives import agree_any, all_gather_values, broadcast_from_master
 from drivetrain.runtime.device import is_out_of_memory
-from drivetrain.runtime.ranks import data_rank
+from drivetrain.runtime.ranks import data_rank, get_num_processes
 from drivetrain.runtime.seeds import capture_rng, restore_rng, same_state, set_seed
 from drivetrain.strategy.apply import Application
 from drivetrain.strategy.batching import BatchSplit
@@ -58,15 +58,11 @@ _PARTS = 8.0
 """How much further than two halves the parts of a plan may be from the whole, for a loss that cannot be divided exactly."""
 
 
-@torch.no_grad()
 def use_weights_of_first_rank(model: nn.Module) -> None:
     """Give all ranks the weights of rank 0, as applying a plan does: without a seed each rank has built a model of its own."""
-    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
-    sums = [float((tensor.abs() if tensor.is_complex() else tensor).double().sum()) for tensor in tensors]
-    if len(set(map(repr, all_gather_values(sums)))) == 1:
-        return
-    for tensor in tensors:
-        tensor.copy_(broadcast_from_master(tensor))
+    for tensor in (*model.parameters(), *model.buffers()) if get_num_processes() > 1 else ():
+        if not tensor.is_meta:
+            tensor.detach().copy_(broadcast_from_master(tensor.detach()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,12 +139,24 @@ def comparing(model: nn.Module, *, quiet: bool = False) -> Iterator[None]:
 # The plain model.
 
 
+def fitting_reference(
+    model: nn.Module, task: TrainingTask, device: torch.device, samples: int, *, steady: bool = False
+) -> ReferenceResults | None:
+    """Do what `compute_reference_results` does, with the model moved to the device. None if it does not fit on some rank."""
+    found = None
+    try:
+        found = compute_reference_results(model.to(device), task, device, samples, steady=steady)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        model.zero_grad()
+    return None if agree_any(found is None) else found
+
+
 def compute_reference_results(
     model: nn.Module, task: TrainingTask, device: torch.device, samples: int, *, steady: bool = False
 ) -> ReferenceResults:
-    """Return the expected results of a step from the plain model on its device. The model is unchanged afterwards, without
-    gradients.
-    """
+    """Return the expected results of a step from the plain model, which is unchanged afterwards, without gradients."""
     try:
         with comparing(model):
             return _yardstick(model, task, device, samples, steady=steady)

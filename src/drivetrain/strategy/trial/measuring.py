@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from drivetrain.context.moving import move_to_device
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, first_line
 from drivetrain.core.types import Batch
 from drivetrain.module.distributed_tensors import whole_tensor
-from drivetrain.runtime.collectives import agree_any, distributed_barrier
+from drivetrain.runtime.collectives import distributed_barrier
 from drivetrain.runtime.device import as_current, is_out_of_memory
 from drivetrain.strategy.apply import Application
 from drivetrain.strategy.batching import BatchSplit
@@ -30,7 +30,7 @@ from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.checking import (
     Share,
-    compute_reference_results,
+    fitting_reference,
     plain_number,
     planned_step,
     share_of_plan,
@@ -76,7 +76,7 @@ def failure_of(error: BaseException) -> tuple[OutcomeKind, str]:
     if isinstance(error, TrialFailed):
         return error.kind, str(error)
     if is_out_of_memory(error):
-        return "oom", next(iter(str(error).splitlines()), "") or type(error).__name__
+        return "oom", first_line(error)
     return "error", str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
 
 
@@ -141,16 +141,9 @@ class _TimedTrial:
 
     def _plain(self, model: nn.Module, samples: int) -> tuple[ReferenceResults | None, nn.Module]:
         """Return the plain model's numbers, or None where it does not fit on some rank; and a model to go on with."""
-        found = None
         home = next((parameter.device for parameter in model.parameters()), self.device)
-        try:
-            found = compute_reference_results(
-                model.to(self.device), self.task, self.device, samples, steady=self.is_compiled
-            )
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        if agree_any(found is None):
+        found = fitting_reference(model, self.task, self.device, samples, steady=self.is_compiled)
+        if found is None:
             del model
             release_unused_memory(self.device)
             return None, self.task.build()

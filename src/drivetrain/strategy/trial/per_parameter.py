@@ -147,9 +147,7 @@ def plain_numbers(model: nn.Module, recipe: OptimizerRecipe | None) -> PerParame
 def relative_errors(
     exact: Mapping[str, str], other: Mapping[str, str], level: str, least: float | None = None
 ) -> dict[str, float]:
-    """Return the relative differences of gradients that are above `least`; None: the noise of the level. Tiny gradients count as in a
-    comparison.
-    """
+    """Return the relative differences of gradients that are above `least`; None: the noise of the level. See `_compared` for tiny ones."""
     floor = _FLOOR[level] * max((float(_numbers(text)[0]) for text in exact.values()), default=0.0)
     found = {name: _difference(text, other[name], floor) for name, text in exact.items() if name in other}
     return {name: error for name, error in found.items() if error > (_NOISE[level] if least is None else least)}
