@@ -1,6 +1,7 @@
 """Bad input fails before the first step, and says what to do."""
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -243,6 +244,22 @@ def test_a_model_without_forward_is_named_before_the_first_step():
 
     with pytest.raises(ConfigError, match=r"model=Mistyped has no forward\(\). Did you mean 'foward'"):
         train(make_trainer(Mistyped(6, 3)))
+
+
+def test_scripted_models_and_models_with_their_own_call_need_no_forward():
+    class Called(nn.Linear):
+        forward = nn.Module.forward
+
+        def __call__(self, x):
+            return nn.functional.linear(x, self.weight, self.bias)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(nn.Linear(6, 3))
+    for model in (Called(6, 3), scripted):
+        before = [p.clone() for p in model.parameters()]
+        train(make_trainer(model))
+        assert not any(map(torch.equal, before, model.parameters()))
 
 
 def test_a_model_with_its_own_training_step_trains_where_a_hook_calls_it():
