@@ -324,3 +324,9 @@ def test_a_scheduler_that_steps_with_arguments_is_named_before_the_first_step():
 def test_a_function_of_parameters_instead_of_the_model_is_named():
     with pytest.raises(ConfigError, match=r"is called with the model: lambda model: torch.optim.AdamW"):
         train(make_trainer(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)))
+
+
+def test_a_checkpoint_path_that_is_a_folder_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=f"'{tmp_path}' is a folder, expected a file such as .*model.pt"):
+        make_trainer().save_checkpoint(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from drivetrain.context.state import State
+from drivetrain.core.arguments import only_begins
 from drivetrain.core.engine import Engine
 from drivetrain.core.errors import BETWEEN, ConfigTypeError, DrivetrainError, did_you_mean, nearest_name, warn
 from drivetrain.core.lazy import Slot
@@ -128,13 +129,16 @@ def check_hooks(trainer: "Trainer") -> None:
         if not trainer.overrides(name) or name == "create_scheduler":  # which may also take the optimizer
             continue
         passed = [*inspect.signature(hook).parameters][1:]
-        problem, signature = "", inspect.signature(getattr(trainer, name))
+        function, problem = getattr(trainer, name), ""
+        signature = inspect.signature(function)
         try:
             signature.bind(*passed)
         except TypeError as error:
             problem = str(error)
         if name == "compute_loss" and "inputs" in signature.parameters:
             problem = "it gets outputs and targets"
+        if only_begins(function):
+            problem = "it has yield or async, so a call would run nothing"
         if problem:
             instead = FOREIGN_METHODS.load().get(name)
             raise ConfigTypeError(
