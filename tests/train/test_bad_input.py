@@ -330,3 +330,12 @@ def test_a_checkpoint_path_that_is_a_folder_is_named(tmp_path):
     with pytest.raises(ConfigError, match=f"'{tmp_path}' is a folder, expected a file such as .*model.pt"):
         make_trainer().save_checkpoint(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_argument_that_a_callback_does_not_take_is_answered_with_those_it_takes():
+    with pytest.raises(
+        TypeError, match=r"EarlyStoppingCallback\(\) got .*'monitor'. Arguments: early.*, watch_metric, "
+    ):
+        EarlyStoppingCallback(monitor="eval_loss_epoch")
+    with pytest.raises(TypeError, match="'watch_metrics'. Did you mean 'watch_metric'"):
+        EarlyStoppingCallback(watch_metrics="eval_loss_epoch")

@@ -156,7 +156,11 @@ CLASSES = torch.zeros(4, dtype=torch.int64)
         (torch.randn(4, 3, 5, 5), torch.zeros(4, 1, 5, 5).long(), r"targets.squeeze\(1\)"),
         (torch.randn(4, 3), torch.eye(4, 3).long(), r"one-hot.*targets.argmax\(1\)"),
         (torch.randn(4, 7, 30), torch.full((4, 7), 20), r"classes last, expected \(batch, classes"),
-        (torch.randn(4, 3), torch.tensor([0, 1, 2, 255]), r"255, means .no label., pass it to the loss as ignore_index"),
+        (
+            torch.randn(4, 3),
+            torch.tensor([0, 1, 2, 255]),
+            r"255, means .no label., pass it to the loss as ignore_index",
+        ),
     ],
 )
 def test_labels_in_a_wrong_form_are_answered_with_the_conversion(outputs, targets, advice):

@@ -102,7 +102,7 @@ def _reject_class(name: str, value: object, call: str = "...") -> None:
 
 
 def check_model(model: object, loss_func: object, *, trains: bool = False) -> None:
-    """Raise for a model that cannot be called or has no weights yet; for one that a run trains, also without forward or with its own loop."""
+    """Raise for a model that cannot be called or has no weights yet. One that a run trains must have a forward, and no loop of its own."""
     _reject_class("model", model)
     if not callable(model):
         raise ConfigTypeError(f"model={model!r} is not callable. Expected an nn.Module.")
@@ -305,8 +305,8 @@ def check_optimizer(state: State, strict: bool) -> None:
     for owner in model.modules():
         for name, value in vars(owner).items():
             items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-            hidden = [p for item in items if isinstance(item, nn.Module) for p in item.parameters() if id(p) not in known]
-            if any(p.requires_grad for p in hidden) and not name.startswith("_"):
+            modules = [] if name.startswith("_") else [item for item in items if isinstance(item, nn.Module)]
+            if any(p.requires_grad and id(p) not in known for module in modules for p in module.parameters()):
                 warn(
                     f"{type(owner).__name__}.{name} is a {type(value).__name__} of modules, which torch does not register: their weights "
                     "are not trained, moved or saved. Use nn.ModuleList or nn.ModuleDict, or requires_grad_(False) if this is meant."

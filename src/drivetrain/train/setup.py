@@ -366,7 +366,7 @@ def _run_own_epoch(trainer: "TrainerLoop", run_train_epoch: Callable[..., object
     if run.recovery is None:  # the first one
         prepare_loop(trainer)
     ended = trainer._train_epoch(run_train_epoch, loader)
-    run.evaluation.unfinished = "nothing" if ended else ""
+    run.evaluation.end_epoch(ended)
     if run.checkpoints is not None:
         run.checkpoints.at_epoch_end(ended or limits.reached(trainer.state.clock))
     return ended
