@@ -313,8 +313,8 @@ def check_optimizer(state: State, strict: bool) -> None:
                 )
 
 
-def check_scheduler(given: object, optimizer: object, units: object) -> None:
-    """Raise for what cannot make a scheduler, and for a scheduler made for another optimizer."""
+def check_scheduler(given: object, optimizer: object, units: object, *, is_called: bool) -> None:
+    """Raise for what cannot make a scheduler when it `is_called` with the optimizer, and for a scheduler made for another optimizer."""
     if units is not None:
         raise ConfigError(
             "create_scheduler_fn was given, but the units of an OptimSet set their own learning rates. Remove create_scheduler_fn, "
@@ -327,11 +327,9 @@ def check_scheduler(given: object, optimizer: object, units: object) -> None:
                 f"the scheduler ({type(given).__name__}) belongs to a different optimizer than the Trainer's. Build it with "
                 "the Trainer's optimizer, or pass a function of the optimizer."
             )
-    elif not callable(given):
-        raise ConfigTypeError(
-            f"create_scheduler_fn={given!r} is not callable. Expected a function of the optimizer that returns a scheduler, for example "
-            "functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100)."
-        )
+    elif is_called:
+        example = "a function of the optimizer, such as functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100)"
+        check_callable("create_scheduler_fn", given, example, classes=True)
 
 
 def check_schedule_length(scheduler: object, run: "Run") -> None:

@@ -114,11 +114,11 @@ def explain_failure(error: BaseException, model: object, loss_func: object, batc
 def _about_input(layer: nn.Module | None, tensors: Sequence[Tensor], error: Exception) -> str:
     """Return what is wrong with the indices or the dtype that a layer was called with, after a space."""
     weight = None if layer is None else next(layer.parameters(recurse=False), None)
-    if weight is None or not tensors or tensors[0].device.type == "cuda":
+    if weight is None or not tensors:
         return ""
     first = tensors[0]
     if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-        if not isinstance(error, IndexError) or not first.numel():
+        if not isinstance(error, IndexError) or not first.is_cpu or not first.numel():
             return ""
         return f" Its {len(weight)} rows have the indices 0 to {len(weight) - 1}, and those given go from {first.min()} to {first.max()}."
     if first.dtype != weight.dtype == torch.float32 and "type" in str(error):

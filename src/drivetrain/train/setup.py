@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_callable, naming
 from drivetrain.core.engine import Engine
-from drivetrain.core.errors import ConfigError, ConfigTypeError, DeviceError, warn
+from drivetrain.core.errors import ConfigError, DeviceError, warn
 from drivetrain.core.event import Event
 from drivetrain.core.time import Interval
 from drivetrain.core.types import Settings
@@ -244,15 +244,11 @@ def _prepare_scheduler(trainer: "Trainer") -> None:
     if run.shared.scheduler_is_ours:
         trainer.scheduler = None
     if given is not None:
-        arguments.check_scheduler(given, trainer.optimizer, run.units)
+        is_called = not trainer.overrides("create_scheduler")
+        arguments.check_scheduler(given, trainer.optimizer, run.units, is_called=is_called)
         create: Callable[..., object] = trainer.create_scheduler
-        try:  # an override that takes a parameter, as older ones do, gets the optimizer
-            scheduler = create(trainer.optimizer) if len(inspect.signature(create).parameters) == 1 else create()
-        except TypeError as error:
-            raise ConfigTypeError(
-                f"create_scheduler_fn={given!r} cannot be called with only the optimizer: {error}. Bind its other arguments, "
-                "for example with functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100)."
-            ) from error
+        # An override that takes a parameter, as older ones do, gets the optimizer.
+        scheduler = create(trainer.optimizer) if len(inspect.signature(create).parameters) == 1 else create()
         if not trainer.overrides("scheduler_step") and not isinstance(scheduler, ReduceLROnPlateau):
             name = f"create_scheduler_fn returned {scheduler!r}, whose step"
             example = "a scheduler with step(); for one of timm use TrainerWithTimmScheduler"
