@@ -91,7 +91,7 @@ class LossCounting:
         """Return the result of a loss hook for a batch, and decide from it how batches are counted."""
         watch = LossWatch(batch, batch_size_of(None, batch))
         is_compiled = _is_compiled(trainer.model) or _is_compiled(trainer.loss_func)
-        random = trainer.state.capture_random()
+        random = trainer.state.capture_random() if is_compiled else {}
         if is_compiled:  # only a loss function outside what is compiled can be followed
             with with_attributes(trainer.run.loss, watch=None if _is_compiled(trainer.loss_func) else watch):
                 output = hook(batch)
