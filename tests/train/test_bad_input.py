@@ -1,6 +1,7 @@
 """Bad input fails before the first step, and says what to do."""
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -245,6 +246,22 @@ def test_a_model_without_forward_is_named_before_the_first_step():
         train(make_trainer(Mistyped(6, 3)))
 
 
+def test_scripted_models_and_models_with_their_own_call_need_no_forward():
+    class Called(nn.Linear):
+        forward = nn.Module.forward
+
+        def __call__(self, x):
+            return nn.functional.linear(x, self.weight, self.bias)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(nn.Linear(6, 3))
+    for model in (Called(6, 3), scripted):
+        before = [p.clone() for p in model.parameters()]
+        train(make_trainer(model))
+        assert not any(map(torch.equal, before, model.parameters()))
+
+
 def test_a_model_with_its_own_training_step_trains_where_a_hook_calls_it():
     class Lightning(nn.Linear):
         def training_step(self, batch, index):
@@ -307,3 +324,18 @@ def test_a_scheduler_that_steps_with_arguments_is_named_before_the_first_step():
 def test_a_function_of_parameters_instead_of_the_model_is_named():
     with pytest.raises(ConfigError, match=r"is called with the model: lambda model: torch.optim.AdamW"):
         train(make_trainer(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)))
+
+
+def test_a_checkpoint_path_that_is_a_folder_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=f"'{tmp_path}' is a folder, expected a file such as .*model.pt"):
+        make_trainer().save_checkpoint(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_argument_that_a_callback_does_not_take_is_answered_with_those_it_takes():
+    with pytest.raises(
+        TypeError, match=r"EarlyStoppingCallback\(\) got .*'monitor'. Arguments: early.*, watch_metric, "
+    ):
+        EarlyStoppingCallback(monitor="eval_loss_epoch")
+    with pytest.raises(TypeError, match="'watch_metrics'. Did you mean 'watch_metric'"):
+        EarlyStoppingCallback(watch_metrics="eval_loss_epoch")

@@ -102,6 +102,23 @@ def test_a_hook_with_other_arguments_is_rejected_before_the_first_step(hook, mes
         make(kind).train(DATA, num_epochs=1)
 
 
+async def later(self, *args):
+    """Never runs."""
+
+
+def in_parts(self, *args):
+    yield
+
+
+@pytest.mark.parametrize("hook", [later, in_parts])
+def test_hooks_and_callbacks_that_a_call_would_only_begin_are_rejected(hook):
+    with pytest.raises(ConfigTypeError, match="Mine.train_epoch_end.*has yield or async"):
+        make(type("Mine", (Trainer,), {"train_epoch_end": hook})).train(DATA, num_epochs=1)
+    for name in ("on_train_epoch_end", "batch_end"):
+        with pytest.raises(ConfigTypeError, match=f"Mine.{name} has yield or async"):
+            Trainer(nn.Linear(4, 2), callbacks=[type("Mine", (TrainerCallback,), {name: hook})()])
+
+
 def test_a_hook_at_the_end_of_the_run_is_checked_before_it_begins():
     class Outputs(Trainer):
         def eval_epoch_end(self, outputs):

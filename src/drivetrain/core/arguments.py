@@ -123,6 +123,12 @@ def check_callable(name: str, value: object, example: str, num_arguments: int = 
         return  # a built-in without a signature
 
 
+def only_begins(function: object) -> bool:
+    """Return whether a call runs nothing yet, because the function is a generator or async."""
+    kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    return any(is_kind(function) for is_kind in kinds)
+
+
 def accepted_names(function: Callable[..., object]) -> list[str] | None:
     """Return the names of the arguments that a function takes, None where it takes any or that is not known."""
     try:

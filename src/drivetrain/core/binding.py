@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from drivetrain.core.arguments import only_begins
 from drivetrain.core.errors import ConfigError, ConfigTypeError, EngineError, did_you_mean, nearest_name
 from drivetrain.core.event import EVENT_OF_HOOK, OCCASIONAL_HOOKS, SPELLINGS, Event, spellings
 from drivetrain.core.plugin import PHASES, Algorithm, Callback, Logger, Phase, Plugin, plugin_name
@@ -21,14 +22,14 @@ _OWN_NAMES = frozenset(name for base in _BASES for name in vars(base))
 _HOOK_NAMES = (*EVENT_OF_HOOK, *OCCASIONAL_HOOKS)
 _EVENT_NAMES = tuple(event.value for event in Event)
 _FOREIGN = {
-    f"on_{theirs}_{end}": f"on_{ours}_{'end' if end == 'end' else 'start'}"
-    for theirs, ours in [
-        ("train", "training_run"),
-        ("fit", "training_run"),
-        ("step", "train_step"),
-        ("train_batch", "train_step"),
-    ]
-    + [("validation_epoch", "eval_epoch"), ("validation_batch", "eval_step"), ("validation", "eval_epoch")]
+    f"on_{name}_{end}": f"on_{ours}_{'end' if end == 'end' else 'start'}"
+    for ours, theirs in {
+        "training_run": ["train", "fit"],
+        "train_step": ["step", "train_batch"],
+        "eval_epoch": ["validation", "validation_epoch"],
+        "eval_step": ["validation_batch"],
+    }.items()
+    for name in theirs
     for end in ("start", "begin", "end")
 }
 """What methods of other libraries' callbacks are called here, where the nearest name means something else."""
@@ -80,15 +81,12 @@ def check_plugin(plugin: object) -> None:
         given = getattr(plugin, attribute, ())
         is_single = attribute in _REFERENCES and isinstance(given, str | type)
         if not is_single and (isinstance(given, str) or not isinstance(given, Collection)):
-            kind = "set of events" if attribute == "events" else "tuple or set"
-            hint = f"; for none, {attribute} = ()"
-            if isinstance(given, str):
-                hint = (
-                    f": frozenset({{Event.{given.upper()}}})"
-                    if attribute == "events"
-                    else f": {attribute} = ({given!r},)"
-                )
-            raise ConfigTypeError(f"{plugin_name(plugin)}.{attribute} is {given!r}; expected a {kind}{hint}.")
+            example = "()" if not isinstance(given, str) else f"({given!r},)"
+            if attribute == "events" and isinstance(given, str):
+                example = f"frozenset({{Event.{given.upper()}}})"
+            raise ConfigTypeError(
+                f"{plugin_name(plugin)}.{attribute} is {given!r}; expected a tuple or set, such as {attribute} = {example}."
+            )
     for event in getattr(plugin, "events", ()):
         if event not in _EVENT_NAMES:
             near = nearest_name(event, _EVENT_NAMES)
@@ -257,7 +255,10 @@ def _is_method(value: object) -> bool:
 
 
 def _parameters(plugin: object, method: str) -> list[inspect.Parameter]:
-    return list(inspect.signature(getattr(plugin, method)).parameters.values())
+    function = getattr(plugin, method)
+    if only_begins(function):
+        raise ConfigTypeError(f"{plugin_name(plugin)}.{method} has yield or async, so a call would run nothing.")
+    return list(inspect.signature(function).parameters.values())
 
 
 # ---------------------------------------------------------------------- strict mode

@@ -11,8 +11,8 @@ import sys
 import warnings
 from collections.abc import Iterable
 
-_BETWEEN = re.compile(r"(drivetrain|torch)\.|(contextlib|functools|threading)$")
-"""Modules between the user's code and the place where a warning is raised."""
+BETWEEN = re.compile(r"(drivetrain|torch)\.|(contextlib|functools|threading)$")
+"""Modules between the user's code and the place that warns or raises."""
 
 
 class DrivetrainError(Exception):
@@ -210,7 +210,7 @@ class DrivetrainDeprecationWarning(DrivetrainWarning, DeprecationWarning):
 def warn(message: str, category: type[Warning] = DrivetrainWarning) -> None:
     """Issue a warning that shows the line of the user's code which led to it, however deep in the package it is raised."""
     frame = raised = sys._getframe(1)
-    while _BETWEEN.match(frame.f_globals.get("__name__") or ""):
+    while BETWEEN.match(frame.f_globals.get("__name__") or ""):
         if frame.f_back is None:  # a thread of the package
             frame = raised
             break

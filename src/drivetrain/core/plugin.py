@@ -8,6 +8,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
+from drivetrain.core.arguments import accepted_names
+from drivetrain.core.errors import did_you_mean
 from drivetrain.core.event import Event
 from drivetrain.core.types import JsonValue, Settings, StateDict
 
@@ -73,6 +75,10 @@ class Plugin:
         # Recorded here rather than in __init__, which subclasses replace without calling ours.
         if (args or kwargs) and cls.__init__ is object.__init__:
             raise TypeError(f"{cls.__name__}() takes no arguments")  # what Python says when there is no __new__
+        names = (accepted_names(cls.__init__) if kwargs else None) or [*kwargs]
+        if unknown := next((name for name in kwargs if name not in names), None):
+            hint = did_you_mean(unknown, names[1:]) or f" Arguments: {', '.join(names[1:])}."
+            raise TypeError(f"{cls.__name__}() got an unexpected keyword argument {unknown!r}.{hint}")
         plugin = super().__new__(cls)
         object.__setattr__(plugin, "_arguments", (args, kwargs))
         return plugin

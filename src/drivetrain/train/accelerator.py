@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain.core.arguments import naming
 from drivetrain.core.containers import leaves
-from drivetrain.core.errors import DistributedError
+from drivetrain.core.errors import ConfigError, DistributedError
 from drivetrain.core.files import atomic_write
 from drivetrain.core.lazy import Slot
 from drivetrain.module import stepper
@@ -197,8 +197,10 @@ class TrainerRuntime:
         """Write an object atomically, once per node or once. All processes must call this if it holds sharded tensors."""
         if is_distributed() and any(map(is_dtensor, leaves(obj, Tensor))):
             obj = map_tensors(lambda tensor: tensor.full_tensor() if is_dtensor(tensor) else tensor, obj)  # type: ignore[attr-defined]
+        target = Path(path)
+        if target.is_dir():
+            raise ConfigError(f"{str(path)!r} is a folder, expected a file such as {str(target / 'model.pt')!r}.")
         if self.is_local_main_process if save_on_each_node else self.is_main_process:
-            target = Path(path)
             target.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(target) as stream:
                 torch.save(obj, stream)

@@ -119,13 +119,14 @@ class Agreement:
         self.request(yes=answer)
         return self.vote.any_rank_votes_yes
 
-    def after_batch(self) -> int:
+    def after_batch(self, yes: bool = False, follows: bool = True) -> int:
         """Return the most urgent request of any rank at the start of the step that has ended, and start the next vote."""
         if self.vote is None:
             return self.own_request()
         request = self.vote.close()
-        self._follow()
-        self.vote.open(self.own_request(), **self._seen())
+        if follows:
+            self._follow()
+        self.vote.open(self.own_request(), **self._seen(yes))
         return request
 
     def waits_for_window_end(self, request: int, batches_left: int) -> bool:
@@ -161,10 +162,10 @@ class Agreement:
         The ranks agree while a batch computes. One with fewer batches goes on voting until the others are through, so that all leave
         together.
         """
-        self._start_next_vote(yes=True)  # yes: this rank still evaluates
+        self.after_batch(yes=True, follows=False)  # yes: this rank still evaluates
         for batch in batches:
             yield batch
-            if is_stop_signal(self._start_next_vote(yes=True)):
+            if is_stop_signal(self.after_batch(yes=True, follows=False)):
                 return True
         while self.vote is not None:
             request = self.vote.close()
@@ -174,14 +175,6 @@ class Agreement:
             if is_stop_signal(request):
                 return True
         return False
-
-    def _start_next_vote(self, yes: bool) -> int:
-        """Return the result of the last vote, and start the next one."""
-        if self.vote is None:
-            return self.own_request()
-        request = self.vote.close()
-        self.vote.open(self.own_request(), **self._seen(yes))
-        return request
 
     def close(self) -> None:
         """Take part in the last vote that other ranks have opened."""

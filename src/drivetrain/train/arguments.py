@@ -102,7 +102,7 @@ def _reject_class(name: str, value: object, call: str = "...") -> None:
 
 
 def check_model(model: object, loss_func: object, *, trains: bool = False) -> None:
-    """Raise for a model that cannot be called or has no weights yet. If a run calls it to train, it needs a forward and no own loop."""
+    """Raise for a model that cannot be called or has no weights yet. One that a run trains must have a forward, and no loop of its own."""
     _reject_class("model", model)
     if not callable(model):
         raise ConfigTypeError(f"model={model!r} is not callable. Expected an nn.Module.")
@@ -118,7 +118,8 @@ def check_model(model: object, loss_func: object, *, trains: bool = False) -> No
         )
     if not trains:
         return
-    if type(model).forward is nn.Module.forward and "forward" not in vars(model):
+    has_forward = getattr(model.forward, "__func__", None) is not nn.Module.forward
+    if not has_forward and type(model).__call__ is nn.Module.__call__:
         names = [name for name in dir(type(model)) if name not in dir(nn.Module)]
         raise ConfigError(
             f"model={type(model).__name__} has no forward().{did_you_mean('forward', names)} Define it, or override "
@@ -132,8 +133,7 @@ def check_model(model: object, loss_func: object, *, trains: bool = False) -> No
                 f"{message}Pass the network inside it as model, with loss_func= and optimizer=; move the code of training_step into "
                 "calculate_train_batch_loss of a Trainer subclass."
             )
-        message += "The model's forward and the Trainer's loss_func are used."
-        warn(message)
+        warn(f"{message}The model's forward and the Trainer's loss_func are used.")
 
 
 def check_loss_func(loss_func: object, optimizer: object = None) -> None:
@@ -196,10 +196,10 @@ def check_dataset(name: str, data: object) -> None:
         )
     if isinstance(data, list | tuple | Dataset) and hasattr(data, "__len__") and not len(data):
         raise ConfigError(f"{name} is empty: it has 0 samples. Check the path or the filter it was made with.")
-    if hasattr(data, "train_dataloader"):
-        wanted = "Pass its loaders: train(module.train_dataloader(), eval_dataset=module.val_dataloader())."
     has_items = hasattr(data, "__getitem__") or hasattr(data, "__iter__")
     if isinstance(data, set | frozenset | nn.Module) or inspect.isroutine(data) or not has_items:
+        if hasattr(data, "train_dataloader"):
+            wanted = "Pass its loaders: train(module.train_dataloader(), eval_dataset=module.val_dataloader())."
         raise ConfigTypeError(f"{name}={data!r} is a {type(data).__name__}. {wanted}")
 
 
@@ -295,28 +295,26 @@ def check_optimizer(state: State, strict: bool) -> None:
             f"optimizer={type(optimizer).__name__} holds {len(held)} parameters, but no parameter of the model "
             f"({type(model).__name__}). Was the model copied, or replaced after the optimizer was made?"
         )
+    known = held.union(map(id, model.parameters()))
     if missing:
         shown = ", ".join(missing[:5]) + (" …" if len(missing) > 5 else "")
         message = f"{len(missing)} trainable parameters are not in the optimizer and will not change: {shown}"
         if strict:
             raise ConfigError(message + ". Add them, or set requires_grad=False.")
         warn(message)
-    registered = set(model.modules())
-    for owner in registered:
+    for owner in model.modules():
         for name, value in vars(owner).items():
-            items = value.values() if isinstance(value, dict) else value
-            if name[0] == "_" or not isinstance(value, dict | list | tuple):
-                continue
-            hidden = [item for item in items if isinstance(item, nn.Module) and item not in registered]
-            if any(p.requires_grad and id(p) not in held for item in hidden for p in item.parameters()):
+            items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+            modules = [] if name.startswith("_") else [item for item in items if isinstance(item, nn.Module)]
+            if any(p.requires_grad and id(p) not in known for module in modules for p in module.parameters()):
                 warn(
                     f"{type(owner).__name__}.{name} is a {type(value).__name__} of modules, which torch does not register: their weights "
                     "are not trained, moved or saved. Use nn.ModuleList or nn.ModuleDict, or requires_grad_(False) if this is meant."
                 )
 
 
-def check_scheduler(given: object, optimizer: object, units: object) -> None:
-    """Raise for what cannot make a scheduler, and for a scheduler made for another optimizer."""
+def check_scheduler(given: object, optimizer: object, units: object, *, is_called: bool) -> None:
+    """Raise for what cannot make a scheduler when it `is_called` with the optimizer, and for a scheduler made for another optimizer."""
     if units is not None:
         raise ConfigError(
             "create_scheduler_fn was given, but the units of an OptimSet set their own learning rates. Remove create_scheduler_fn, "
@@ -329,11 +327,9 @@ def check_scheduler(given: object, optimizer: object, units: object) -> None:
                 f"the scheduler ({type(given).__name__}) belongs to a different optimizer than the Trainer's. Build it with "
                 "the Trainer's optimizer, or pass a function of the optimizer."
             )
-    elif not callable(given):
-        raise ConfigTypeError(
-            f"create_scheduler_fn={given!r} is not callable. Expected a function of the optimizer that returns a scheduler, for example "
-            "functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100)."
-        )
+    elif is_called:
+        example = "a function of the optimizer, such as functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100)"
+        check_callable("create_scheduler_fn", given, example, classes=True)
 
 
 def check_schedule_length(scheduler: object, run: "Run") -> None:

@@ -294,12 +294,12 @@ def split_batch(batch: object, size: int) -> list[object]:
     return [slice_rows(batch, start, min(start + size, rows), rows) for start in range(0, rows, size)]
 
 
-def slice_rows(value: Any, start: int, stop: int, rows: int) -> Any:
+def slice_rows(value: Any, start: int, stop: int, rows: int) -> object:
     """Return some rows of every tensor in nested containers that has that many, and some items of other lists that have."""
     if isinstance(value, Tensor):
         return value[start:stop] if value.dim() and value.shape[0] == rows else value
-    is_list = isinstance(value, list | tuple) and not is_namedtuple(value)
-    if is_list and len(value) == rows and not any(isinstance(item, Tensor) for item in value):
+    has_rows = isinstance(value, list | tuple) and len(value) == rows and not is_namedtuple(value)
+    if has_rows and not any(isinstance(item, Tensor) for item in value):
         return value[start:stop]
     return map_items(value, partial(slice_rows, start=start, stop=stop, rows=rows))
 
@@ -308,7 +308,7 @@ class RaggedRows(list[Tensor]):
     """Rows of different shapes, one tensor each."""
 
 
-def join_parts(parts: list[Any], join: Callable[[list[Any], str], Any], place: str = "the output") -> Any:
+def join_parts(parts: list[Any], join: Callable[[list[object], str], object], place: str = "the output") -> object:
     """Join nested containers of several batches into one. `join` gets the parts of each other value, and where it is."""
     first = parts[0]
     if isinstance(first, Mapping):
@@ -323,16 +323,16 @@ def join_parts(parts: list[Any], join: Callable[[list[Any], str], Any], place: s
     return join(parts, place)
 
 
-def join_outputs(parts: list[Any]) -> Any:
+def join_outputs(parts: list[object]) -> object:
     """Concatenate the outputs of micro-batches along their first dimension, detached."""
     return join_parts(parts, _concatenated)
 
 
-def _concatenated(parts: list[Any], place: str) -> Any:
-    first = parts[0]
-    if not isinstance(first, Tensor):
-        return first
-    return torch.cat([part.detach() for part in parts]) if first.dim() else first.detach()
+def _concatenated(parts: list[object], place: str) -> object:
+    tensors = [part.detach() for part in parts if isinstance(part, Tensor)]
+    if not tensors:
+        return parts[0]
+    return torch.cat(tensors) if tensors[0].dim() else tensors[0]
 
 
 def join_batch_outputs(outputs: list[BatchOutput], is_sum: bool, joins: bool) -> BatchOutput:

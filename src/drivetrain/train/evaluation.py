@@ -395,7 +395,7 @@ def _with_rows(value: object, device: torch.device) -> object:
     return map_items(value, partial(_with_rows, device=device))
 
 
-def _joined(parts: list[Any], place: str, padding_value: float | None) -> Any:
+def _joined(parts: list[Any], place: str, padding_value: float | None) -> object:
     """Join one entry of the outputs of all batches along its first dimension. Rows of different shapes become a list, or are padded."""
     first = parts[0]
     if isinstance(first, Tensor | RaggedRows):

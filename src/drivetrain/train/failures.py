@@ -46,7 +46,7 @@ _ADVICE = {
     "detach() it.",
     "more than 1 value per channel": "A batch norm cannot train on one sample: train_dataloader_kwargs={'drop_last': True}, or another "
     "batch size.",
-    "equal size": "The default collate_fn stacks samples of one shape: pad or crop them, or pass a collate_fn that does.",
+    "equal size": "What is stacked has one shape: pad or crop it, samples in a collate_fn.",
     "default_collate: batch must contain": "The default collate_fn takes tensors, arrays, numbers, and dicts or lists of them: convert the "
     "samples in the dataset, or pass a collate_fn.",
 }
@@ -114,12 +114,14 @@ def explain_failure(error: BaseException, model: object, loss_func: object, batc
 def _about_input(layer: nn.Module | None, tensors: Sequence[Tensor], error: Exception) -> str:
     """Return what is wrong with the indices or the dtype that a layer was called with, after a space."""
     weight = None if layer is None else next(layer.parameters(recurse=False), None)
-    if weight is None or not tensors or tensors[0].device.type == "cuda":
+    if weight is None or not tensors:
         return ""
     first = tensors[0]
-    if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and isinstance(error, IndexError) and first.numel():
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        if not isinstance(error, IndexError) or not first.is_cpu or not first.numel():
+            return ""
         return f" Its {len(weight)} rows have the indices 0 to {len(weight) - 1}, and those given go from {first.min()} to {first.max()}."
-    if first.dtype != weight.dtype == torch.float32 and not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+    if first.dtype != weight.dtype == torch.float32 and "type" in str(error):
         return " Its weights are float32: convert the input with .float(), best in the dataset."
     return ""
 
@@ -152,10 +154,6 @@ def _shown(value: object, depth: int = 0) -> str:
     return type(value).__name__
 
 
-_CLASSES = ("CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss")
-_DIFFERENCES = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
-
-
 def check_loss_inputs(loss_func: object, outputs: object, targets: object) -> None:
     """Check the first batch before a loss of torch receives it: outputs must be a tensor, and labels must be valid classes.
 
@@ -172,25 +170,14 @@ def check_loss_inputs(loss_func: object, outputs: object, targets: object) -> No
             f"loss_func that picks its entry, such as lambda outputs, targets: loss(outputs[{entry!r}], targets), or override "
             "calculate_train_batch_loss."
         )
-    if type(targets) is not Tensor or type(outputs) is not Tensor:
+    takes_logits = name in ("CrossEntropyLoss", "cross_entropy")
+    if type(targets) is not Tensor or type(outputs) is not Tensor or not outputs.dim():
         return
-    if name in _DIFFERENCES and outputs.dim() != targets.dim() and outputs.numel() == targets.numel() > 1:
-        warn(
-            f"loss_func ({name}) compares outputs {_shown(outputs)} with targets {_shown(targets)}: torch repeats both, and compares each "
-            "output with the targets of all samples. Give them one shape, with outputs.squeeze(1) or targets.unsqueeze(1)."
-        )
-    if (
-        name in ("CrossEntropyLoss", "cross_entropy")
-        and outputs.dim() > 1
-        and outputs.shape[1] > 1
-        and outputs.is_floating_point()
-    ):
-        rows = outputs.detach().float()
+    if takes_logits and outputs.dim() > 1 < outputs.shape[1] and outputs.is_floating_point():
+        rows = outputs[:16].detach().float()
         if bool((rows >= 0).all()) and bool(((rows.sum(1) - 1).abs() < 0.01).all()):
-            warn(
-                f"the outputs are probabilities, and loss_func ({name}) takes logits: remove the softmax at the end of the model."
-            )
-    if name in _CLASSES and outputs.dim() and (problem := _label_problem(loss_func, outputs, targets)):
+            warn(f"the outputs are probabilities, and {name} takes logits: remove the softmax at the end of the model.")
+    if (takes_logits or name in ("NLLLoss", "nll_loss")) and (problem := _label_problem(loss_func, outputs, targets)):
         raise BatchError(f"the labels of the first batch ({_shown(targets)}) do not fit {name}: {problem}")
 
 
@@ -217,15 +204,10 @@ def _label_problem(loss_func: object, outputs: Tensor, targets: Tensor) -> str:
     lowest, highest = (int(bound) for bound in torch.aminmax(labels.long()))
     if lowest >= 0 and highest < classes:
         return ""
-    advice = (
-        f"Give the last layer {highest + 1} outputs or renumber the labels" if lowest >= 0 else "Renumber the labels"
-    )
-    for label in (lowest, highest):
-        if label in (-1, 255):
-            advice += f"; if {label} means 'no label', use ignore_index={label} in the loss"
+    advice = "Renumber the labels" + f", or give the last layer {highest + 1} outputs" * (lowest >= 0)
     return (
         f"they are from {lowest} to {highest}, and the model's outputs ({form}) have {classes} classes, numbered 0 to {classes - 1}. "
-        f"{advice}; labels to skip are -100 (ignore_index)."
+        f"{advice}; if one label, such as -1 or 255, means 'no label', pass it to the loss as ignore_index."
     )
 
 

@@ -52,10 +52,9 @@ _LOW = (torch.bfloat16, torch.float16)
 def part(path: str, doc: str | None = None) -> Any:
     """Return a property that reads and writes a part of what the Trainer holds, such as a field of its run."""
     holder, _, name = path.rpartition(".")
-    find = attrgetter(holder)
 
     def assign(trainer: "TrainerHooks", value: object) -> None:
-        setattr(find(trainer), name, value)
+        setattr(attrgetter(holder)(trainer) if holder else trainer, name, value)
 
     return property(attrgetter(path), assign, doc=doc)
 
@@ -84,6 +83,7 @@ class TrainerHooks:
     settings: TrainSettings | None = part("run.settings")
     run_config: TrainerRunConfig | None = part("run.config")
     # What subclasses written for pytorch-accelerated read or assign.
+    _accelerator: TrainerRuntime = part("runtime")
     _train_dataloader: Any = part("run.data.train")
     _eval_dataloader: Any = part("run.data.evaluation")
     _train_dl_kwargs: Settings | None = part("run.data.train_kwargs")
@@ -136,14 +136,6 @@ class TrainerHooks:
         """Whether this run may write files. A development run (`fast_dev_run`) does not."""
         settings = self.run.settings
         return not (self.run.is_running and settings is not None and settings.fast_dev_run)
-
-    @property
-    def _accelerator(self) -> TrainerRuntime:
-        return self.runtime
-
-    @_accelerator.setter
-    def _accelerator(self, runtime: TrainerRuntime) -> None:
-        self.runtime = runtime
 
     @property
     def device(self) -> torch.device:

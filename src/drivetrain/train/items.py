@@ -91,7 +91,7 @@ class LossCounting:
         """Return the result of a loss hook for a batch, and decide from it how batches are counted."""
         watch = LossWatch(batch, batch_size_of(None, batch))
         is_compiled = _is_compiled(trainer.model) or _is_compiled(trainer.loss_func)
-        random = trainer.state.capture_random()
+        random = trainer.state.capture_random() if is_compiled else {}
         if is_compiled:  # only a loss function outside what is compiled can be followed
             with with_attributes(trainer.run.loss, watch=None if _is_compiled(trainer.loss_func) else watch):
                 output = hook(batch)
@@ -195,7 +195,7 @@ def _probe(trainer: "TrainerHooks", batch: object, random: StateDict) -> LossIte
     with trainer.state.preserve_random():
         trainer.state.restore_random(
             **random
-        )  # so that it leaves the choices of the pass before it, such as skipped blocks
+        )  # so that it makes the choices of the pass before, such as skipped blocks
         return follow_loss(model, part, min(2, rows), loss)[0]
 
 

@@ -135,7 +135,7 @@ class TrainerLoop(EvaluationLoop):
             self._handle_requests()
         if run.data.evaluation is not None and self._evaluation_is_due(at_end=ended or limits.reached(clock)):
             self._evaluate_until_signal()
-        plan.unfinished = "nothing" if ended else ""
+        plan.end_epoch(ended)
         if run.require_settings().scheduler_interval == "epoch":
             run.stepper.was_skipped = False  # the epoch counts, whatever became of its last update
             if isinstance(self.scheduler, ReduceLROnPlateau):

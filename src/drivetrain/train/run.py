@@ -180,6 +180,10 @@ class EvaluationPlan:
         """Forget that the run before ended inside the epoch."""
         self.unfinished = "" if self.unfinished == "nothing" else self.unfinished
 
+    def end_epoch(self, ended: bool) -> None:
+        """Note that the epoch needs nothing more; `ended`: the run has reached an end inside it."""
+        self.unfinished = "nothing" if ended else ""
+
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Measures:

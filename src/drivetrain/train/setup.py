@@ -11,16 +11,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from drivetrain.context.state import State
-from drivetrain.core.arguments import naming
+from drivetrain.core.arguments import check_callable, naming
 from drivetrain.core.engine import Engine
-from drivetrain.core.errors import ConfigError, ConfigTypeError, DeviceError, warn
+from drivetrain.core.errors import ConfigError, DeviceError, warn
 from drivetrain.core.event import Event
 from drivetrain.core.time import Interval
 from drivetrain.core.types import Settings
@@ -57,7 +57,8 @@ def prepare_run(
     """Fill the trainer's run, up to the first event. `until_end` is closed when the run has ended."""
     run, state = trainer.run, trainer.state
     settings = run.require_settings()
-    arguments.check_model(state.model, state.loss_fn, trains=not trainer.overrides("calculate_train_batch_loss"))
+    own_passes = ("calculate_train_batch_loss", "forward", "_perform_forward_and_backward_passes")
+    arguments.check_model(state.model, state.loss_fn, trains=not any(map(trainer.overrides, own_passes)))
     arguments.check_loss_func(state.loss_fn, trainer.optimizer)
     arguments.check_optimizer(state, strict=trainer.strict)
     check_hooks(trainer)
@@ -243,23 +244,15 @@ def _prepare_scheduler(trainer: "Trainer") -> None:
     if run.shared.scheduler_is_ours:
         trainer.scheduler = None
     if given is not None:
-        arguments.check_scheduler(given, trainer.optimizer, run.units)
+        is_called = not trainer.overrides("create_scheduler")
+        arguments.check_scheduler(given, trainer.optimizer, run.units, is_called=is_called)
         create: Callable[..., object] = trainer.create_scheduler
-        try:  # an override that takes a parameter, as older ones do, gets the optimizer
-            scheduler: Any = create(trainer.optimizer) if len(inspect.signature(create).parameters) == 1 else create()
-        except TypeError as error:
-            raise ConfigTypeError(
-                f"create_scheduler_fn={given!r} cannot be called with only the optimizer: {error}. Bind its other arguments, "
-                "for example with functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100)."
-            ) from error
+        # An override that takes a parameter, as older ones do, gets the optimizer.
+        scheduler = create(trainer.optimizer) if len(inspect.signature(create).parameters) == 1 else create()
         if not trainer.overrides("scheduler_step") and not isinstance(scheduler, ReduceLROnPlateau):
-            try:
-                inspect.signature(scheduler.step).bind()
-            except (AttributeError, TypeError) as error:
-                raise ConfigTypeError(
-                    f"create_scheduler_fn={given!r} returned {scheduler!r} ({type(scheduler).__name__}), expected a scheduler with "
-                    f"step(): {error}. For a scheduler of timm use TrainerWithTimmScheduler."
-                ) from None
+            name = f"create_scheduler_fn returned {scheduler!r}, whose step"
+            example = "a scheduler with step(); for one of timm use TrainerWithTimmScheduler"
+            check_callable(name, getattr(scheduler, "step", None), example, 0)
         trainer.scheduler, run.shared.scheduler_is_ours = scheduler, True
     if isinstance(trainer.scheduler, ReduceLROnPlateau):
         arguments.check_plateau(settings.scheduler_metric, loaders.set_names(run.data.evaluation))
@@ -369,7 +362,7 @@ def _run_own_epoch(trainer: "TrainerLoop", run_train_epoch: Callable[..., object
     if run.recovery is None:  # the first one
         prepare_loop(trainer)
     ended = trainer._train_epoch(run_train_epoch, loader)
-    run.evaluation.unfinished = "nothing" if ended else ""
+    run.evaluation.end_epoch(ended)
     if run.checkpoints is not None:
         run.checkpoints.at_epoch_end(ended or limits.reached(trainer.state.clock))
     return ended

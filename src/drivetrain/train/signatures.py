@@ -8,13 +8,13 @@ import functools
 import inspect
 import itertools
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from drivetrain.context.state import State
+from drivetrain.core.arguments import only_begins
 from drivetrain.core.engine import Engine
-from drivetrain.core.errors import ConfigTypeError, DrivetrainError, did_you_mean, nearest_name, warn
+from drivetrain.core.errors import BETWEEN, ConfigTypeError, DrivetrainError, did_you_mean, nearest_name, warn
 from drivetrain.core.lazy import Slot
 from drivetrain.data.workers import ending_workers
 from drivetrain.train.hooks import TrainerHooks
@@ -33,10 +33,6 @@ FOREIGN_METHODS: Slot[Mapping[str, str]] = Slot("train.foreign_methods")
 """The same for methods and attributes of its trainers, and for methods that its users override."""
 _ARGUMENTS: dict[str, list[str]] = {}
 """The arguments of each method that users call."""
-_INTERNAL = re.compile(
-    r"drivetrain\.|torch\.nn\.modules\.module$|torch\.utils\.|torch\._utils$|(contextlib|functools)$"
-)
-"""Modules between the user's call and the user's code."""
 _NO_HOOKS = ("forward", "generate", "gather", "get_model", "log", "print", "request_stop")
 
 
@@ -66,22 +62,24 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _shorten_traceback(error: BaseException) -> None:
-    """Leave out the frames of the Trainer between the user's call and the user's own code, or the line that raises our error.
+    """Leave out the frames of the Trainer and of torch between the user's call, the user's own code and the line that raises.
 
-    Without either of them the error may be ours, and everything is shown.
+    An error that is not explained and that our own code raises may be a defect of ours: then everything is shown.
     """
     seen: set[int] = set()
     shown: BaseException | None = error
     while shown is not None and id(shown) not in seen:
         seen.add(id(shown))
-        links = [shown.__traceback__] if shown.__traceback__ else []
-        while links and links[-1].tb_next is not None:
-            links.append(links[-1].tb_next)
+        links, link = [], shown.__traceback__
+        while link is not None:
+            links.append(link)
+            link = link.tb_next
         modules = [link.tb_frame.f_globals.get("__name__") or "" for link in links]
-        has_theirs = any(not module.startswith(("drivetrain.", "torch.", "contextlib")) for module in modules)
-        if has_theirs or isinstance(error, DrivetrainError | KeyboardInterrupt) or hasattr(error, "__notes__"):
-            ends = (links[0], links[-1]) if links else ()
-            kept = [link for link, module in zip(links, modules) if link in ends or not _INTERNAL.match(module)]
+        innermost = next((name for name in reversed(modules) if not name.startswith(("torch.", "contextlib"))), "")
+        is_explained = isinstance(error, DrivetrainError | KeyboardInterrupt) or hasattr(error, "__notes__")
+        if is_explained or not innermost.startswith("drivetrain."):
+            ends = (*links[:1], *links[-1:])
+            kept = [link for link, module in zip(links, modules) if link in ends or not BETWEEN.match(module)]
             for link, following in itertools.pairwise(kept):
                 link.tb_next = following
         shown = shown.__cause__ or (None if shown.__suppress_context__ else shown.__context__)
@@ -93,12 +91,8 @@ def _unknown_keyword(function: str, name: str, valid: Sequence[str]) -> str:
     if function in ("evaluate", "predict") and f"{function}(" not in instead:  # it is about the constructor and train()
         near = {"batch_size": "per_device_batch_size", "num_workers": "dataloader_kwargs"}.get(name)
         instead = f"{function}({near}=...)" if near else ""
-    elif (
-        not instead
-        and (owner := {"__init__": "train", "train": "__init__"}.get(function))
-        and name in _ARGUMENTS[owner]
-    ):
-        instead = f"{'Trainer' if owner == '__init__' else owner}({name}=...)"
+    elif not instead and name in _ARGUMENTS["train" if function == "__init__" else "__init__"]:
+        instead = f"{'train' if function == '__init__' else 'Trainer'}({name}=...)"
     hint = f" Write instead: {instead}." if instead else did_you_mean(name, valid) or f" Arguments: {', '.join(valid)}."
     return f"{title}() got an unexpected keyword argument {name!r}.{hint}"
 
@@ -135,13 +129,16 @@ def check_hooks(trainer: "Trainer") -> None:
         if not trainer.overrides(name) or name == "create_scheduler":  # which may also take the optimizer
             continue
         passed = [*inspect.signature(hook).parameters][1:]
-        problem, signature = "", inspect.signature(getattr(trainer, name))
+        function, problem = getattr(trainer, name), ""
+        signature = inspect.signature(function)
         try:
             signature.bind(*passed)
         except TypeError as error:
             problem = str(error)
         if name == "compute_loss" and "inputs" in signature.parameters:
             problem = "it gets outputs and targets"
+        if only_begins(function):
+            problem = "it has yield or async, so a call would run nothing"
         if problem:
             instead = FOREIGN_METHODS.load().get(name)
             raise ConfigTypeError(

@@ -11,10 +11,10 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drivetrain.core.arguments import check_callable
 from drivetrain.core.errors import BatchOutputError, ConfigError, warn
@@ -414,7 +414,7 @@ class MetricSet:
     def _single_metrics(self) -> Iterator[Any]:
         """Yield every metric of torchmetrics, also those in collections and wrappers."""
         for metric in self._stateful.values():
-            if _is_torchmetrics(metric, "MetricCollection"):
+            if isinstance(metric, nn.ModuleDict):  # a collection
                 metric.values()  # gives metrics that share a state each their own
             yield from (part for part in metric.modules() if _is_torchmetrics(part, "Metric"))
 
@@ -446,12 +446,12 @@ class MetricSet:
         return values
 
 
-def _apart(metric: Any, shared: set[int]) -> Any:
+def _apart(metric: nn.Module, shared: set[int]) -> nn.Module:
     """Return a copy of a metric that another set uses too: each phase needs a state of its own."""
     return metric if shared.isdisjoint(map(id, metric.modules())) else copy.deepcopy(metric)
 
 
-def _is_torchmetrics(value: object, kind: str) -> bool:
+def _is_torchmetrics(value: object, kind: str) -> TypeGuard[nn.Module]:
     library = sys.modules.get("torchmetrics")
     return library is not None and isinstance(value, getattr(library, kind))
 
