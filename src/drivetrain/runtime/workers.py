@@ -118,7 +118,7 @@ def _schedule_exit() -> None:
 def is_lost_peer(error: BaseException | None) -> bool:
     """Return whether an error only reports that another process is gone."""
     while error is not None:
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error)):
+        if isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/transport" in str(error)):
             return True
         error = error.__cause__ or error.__context__
     return False
