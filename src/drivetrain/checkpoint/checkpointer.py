@@ -227,8 +227,10 @@ class Checkpointer:
         self._prepare_to_save()
         exchange = control_exchange()
         exchange.meet(f"restoring from {which}")
-        if which == "auto" and not any(exchange.gather(bool(layout.checkpoint_folders(self.directory)))):
-            return None
+        if which == "auto":
+            listed = exchange.attempt(lambda: layout.checkpoint_folders(self.directory) != [])
+            if not any(listed.checked(CheckpointError)):
+                return None
 
         def find() -> CheckpointPath:
             return find_checkpoint_path(self._resolve(which))
