@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from drivetrain.checkpoint.tree import flatten
 from drivetrain.core.errors import CheckpointError
+from drivetrain.core.types import StateDict
 from drivetrain.runtime.codec import JsonUnpacker
 
 
@@ -70,7 +71,7 @@ def _read(
     reader: HuggingFaceStorageReader, folder: Path, names: Iterable[str], live: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     stored = reader.read_metadata()
-    wanted: dict[str, Any] = {}
+    wanted: StateDict = {}
     for name in names:
         if name not in stored.state_dict_metadata:
             raise CheckpointError(f"{name} is missing from the files in {folder}. Use an earlier checkpoint.")
