@@ -109,8 +109,7 @@ class StopSignals:
             self._watchdog.close()
         self._leave(self._earlier)
         self._earlier.clear()
-        if is_stop(self.requested):
-            assert self.requested is not None
+        if self.requested is not None and is_stop(self.requested):
             os.kill(os.getpid(), self.requested)
 
     @classmethod
@@ -146,19 +145,16 @@ class StopSignals:
         """Return the signal that all ranks act on at this step boundary, or None. Several processes act one step after it arrived."""
         if get_num_processes() == 1:
             return self.requested
-        someone = self._pending() if self._pending is not None else False
-        if not someone:
+        if not self.finish():
             self._pending = start_agree_any(self.requested is not None)
             return None
-        self._pending = None
         noted = [number for number in all_gather_values(self.requested) if number is not None]
         return max(noted, key=_signal_priority, default=None)
 
-    def finish(self) -> None:
-        """Wait for the pending reduction, so that none is left when the group is destroyed."""
+    def finish(self) -> bool:
+        """Wait for the result of the pending reduction, so that none is left when the group is destroyed."""
         pending, self._pending = self._pending, None
-        if pending is not None:
-            pending()
+        return pending is not None and pending()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         earlier = self._earlier.get(number)
