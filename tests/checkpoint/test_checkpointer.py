@@ -501,3 +501,12 @@ def test_default_device_of_the_program_does_not_matter(tmp_path, async_save):
     with torch.device("meta"), Checkpointer(ctx, dir=tmp_path, async_save=async_save, signals=False) as keeper:
         keeper.save(1)
         assert keeper.restore().id == "1"
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error_of_the_checkpoint(tmp_path, monkeypatch):
+    def fail(directory):
+        raise PermissionError(13, "Permission denied", str(directory))
+
+    monkeypatch.setattr("drivetrain.checkpoint.layout.checkpoint_folders", fail)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        Checkpointer(make_context(), dir=tmp_path, signals=False).restore()

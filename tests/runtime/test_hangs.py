@@ -80,6 +80,24 @@ def test_a_rank_is_watched_where_the_store_cannot_be_reached(ended, monkeypatch,
         assert wait_for(lambda: ended)
 
 
+class Reporting:
+    """A store in which another rank has said that it hangs."""
+
+    def check(self, names):
+        return True
+
+    def get(self, name):
+        return b"rank 1, batch 3"
+
+
+def test_what_another_rank_reports_ends_this_one(ended):
+    watch = RankWatch(Run(), 1)
+    watch._store = Reporting()
+    with watch:
+        assert wait_for(lambda: ended)
+    assert ended[0][1] == "another rank reports: rank 1, batch 3"
+
+
 def test_a_run_with_progress_goes_on(ended):
     run = Run()
     with RankWatch(run, 0.5):
@@ -105,9 +123,10 @@ def test_code_that_may_take_long_has_four_times_the_limit(ended, monkeypatch):
 
 
 def test_no_thread_is_left_behind():
+    before = set(threading.enumerate())
     with RankWatch(Run(), 5):
-        assert any(thread.name == "drivetrain-rank-watch" for thread in threading.enumerate())
-    assert not any(thread.name == "drivetrain-rank-watch" for thread in threading.enumerate())
+        assert set(threading.enumerate()) - before
+    assert not set(threading.enumerate()) - before
 
 
 @pytest.mark.parametrize(

@@ -260,14 +260,15 @@ def forked(action):
             time.sleep(60)
         finally:
             os._exit(0)
+    os.close(told)
     os.read(ready, 1)
-    os.close(ready), os.close(told)
+    os.close(ready)
     return child
 
 
-def test_a_process_that_is_forked_in_a_run_ends_at_a_signal():
+def test_a_process_that_is_forked_in_a_run_ends_when_it_is_terminated_and_not_with_the_signals_of_a_whole_job():
     with StopSignals() as signals:
-        child = forked(lambda: None)
+        child = forked(lambda: (signal.raise_signal(signal.SIGINT), signal.raise_signal(signal.SIGUSR1)))
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
         send(signal.SIGTERM)

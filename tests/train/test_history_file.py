@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -268,6 +269,15 @@ def test_runs_continue_hard_linked_copies_of_a_folder_without_harm_to_each_other
     assert run(tmp_path / "second", pull=6, resume_from="auto") is None
     assert run(tmp_path / "first", resume_from="auto") == unbroken
     assert run(tmp_path / "second", resume_from="auto") == unbroken
+
+
+def test_a_run_continues_beside_a_file_that_cannot_be_written(tmp_path, monkeypatch):
+    unbroken = run(tmp_path / "unbroken")
+    run(tmp_path / "copied", pull=3)
+    before, access = (tmp_path / "copied/history.bin").read_bytes(), os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "history.bin" and access(path, mode))
+    assert run(tmp_path / "copied", resume_from="auto") == unbroken
+    assert (tmp_path / "copied/history.bin").read_bytes() == before
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from drivetrain.runtime.ranks import get_rank
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.runtime.signals import StopSignals
 from drivetrain.train import agreement
+from drivetrain.train.resuming import handle_signal
 from drivetrain.train.trainer import Trainer
 from tests.checkpoint.victim import Forked
 
@@ -118,3 +120,11 @@ def test_a_signal_waits_for_the_end_of_a_window_that_is_near(tmp_path):
 
 def test_all_ranks_wait_for_the_same_window(world2, tmp_path):
     assert world2(interrupted_run, tmp_path, seconds=1e6, rank=1) == [["checkpoint-ep0-ba8"]] * 2
+
+
+@pytest.mark.parametrize(("requested", "left"), [(signal.SIGTERM, signal.SIGTERM), (signal.SIGUSR1, None)])
+def test_a_save_does_not_answer_a_stop_that_came_after_the_ranks_agreed_on_it(requested, left):
+    signals, finals = StopSignals(), []
+    signals.request(requested)
+    handle_signal(signal.SIGUSR1, signals, SimpleNamespace(save=lambda final: finals.append(final), wait=lambda: None))
+    assert signals.requested == left and finals == [False]

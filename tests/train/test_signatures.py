@@ -227,10 +227,10 @@ def test_ctrl_c_says_what_was_saved_and_shows_no_frames_of_the_loop(tmp_path):
         model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[Interrupt()]
     )
     with pytest.raises(
-        KeyboardInterrupt, match=r"saved as .*checkpoint-ep\d-ba\d; resume_from='auto' continues"
+        KeyboardInterrupt, match=r"checkpoint is .*checkpoint-ep\d-ba\d; resume_from='auto' continues"
     ) as caught:
         trainer.train(DATA, num_epochs=2, checkpoint_dir=tmp_path)
     assert modules_shown(caught.value) == [__name__, "drivetrain.train.signatures", "drivetrain.train.resuming"]
     with pytest.raises(KeyboardInterrupt) as caught:
-        trainer.train(DATA, num_epochs=2)
+        trainer.train(DATA, num_epochs=2, resume_from=tmp_path)
     assert not caught.value.args

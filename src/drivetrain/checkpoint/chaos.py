@@ -217,8 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(damage(given.checkpoint, given.kind, given.seed))
         return 0
     if given.verb == "full":
-        sys.argv = given.script
-        with full_disk(given.bytes):
+        with full_disk(given.bytes), with_attributes(sys, argv=given.script):
             runpy.run_path(given.script[0], run_name="__main__")
         return 0
     return _run(given)

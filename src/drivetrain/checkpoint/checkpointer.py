@@ -205,8 +205,10 @@ class Checkpointer:
 
     def _check_finite(self, path: Path, exchange: RankExchange) -> None:
         """Raise on all ranks if the state of any of them is not finite."""
-        root = self.ctx if isinstance(self.ctx, Context | Module) else dict(getattr(self.ctx, "__dict__", {}))
-        found = exchange.gather(nonfinite_state({path or "model": item for path, _, item in walk(root)}))
+        items = dict(getattr(self.ctx, "__dict__", {}))
+        if isinstance(self.ctx, Context | Module):
+            items = {path or "model": item for path, _, item in walk(self.ctx)}
+        found = exchange.gather(nonfinite_state(items))
         names = list(dict.fromkeys(name for of_rank in found for name in of_rank))
         if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
@@ -225,8 +227,10 @@ class Checkpointer:
         self._prepare_to_save()
         exchange = control_exchange()
         exchange.meet(f"restoring from {which}")
-        if which == "auto" and not any(exchange.gather(bool(layout.checkpoint_folders(self.directory)))):
-            return None
+        if which == "auto":
+            listed = exchange.attempt(lambda: layout.checkpoint_folders(self.directory) != [])
+            if not any(listed.checked(CheckpointError)):
+                return None
 
         def find() -> CheckpointPath:
             return find_checkpoint_path(self._resolve(which))

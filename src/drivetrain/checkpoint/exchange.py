@@ -7,14 +7,13 @@ background save runs during training, so it uses its own group: two threads must
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 from drivetrain.core.errors import CheckpointError, first_line
 from drivetrain.runtime.collectives import control_group, gather_objects
 from drivetrain.runtime.ranks import get_num_processes, get_rank
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 DEADLINE = timedelta(minutes=10)
 
@@ -25,7 +24,7 @@ Failure = Callable[[str], CheckpointError]
 class RankExchange:
     """Rounds of messages between the ranks that save or restore together. On a single rank a round returns its own message."""
 
-    def __init__(self, group: "ProcessGroup | None" = None, deadline: timedelta = DEADLINE):
+    def __init__(self, group: "dist.ProcessGroup | None" = None, deadline: timedelta = DEADLINE):
         self.group = group
         self.rank = get_rank() if group is not None else 0
         self.size = get_num_processes() if group is not None else 1
@@ -35,8 +34,6 @@ class RankExchange:
         """Wait for all ranks, at most until the deadline. The error names the missing ranks."""
         if self.group is None:
             return
-        import torch.distributed as dist
-
         try:
             dist.monitored_barrier(self.group, timeout=self.deadline, wait_all_ranks=True)
         except RuntimeError as error:
@@ -83,8 +80,6 @@ class RankExchange:
     def close(self) -> None:
         """Destroy a group that was made for this exchange alone."""
         if self.group is not None and self.group is not control_group():
-            import torch.distributed as dist
-
             dist.destroy_process_group(self.group)
 
 
@@ -117,8 +112,6 @@ def background_exchange() -> RankExchange:
     """Return an exchange over a new group, for one background thread. Every rank makes it at the same point."""
     if get_num_processes() == 1:
         return RankExchange()
-    import torch.distributed as dist
-
     return RankExchange(dist.new_group(backend="gloo"))
 
 

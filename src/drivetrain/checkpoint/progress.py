@@ -122,16 +122,15 @@ class Schedule:
         unit = self._interval.every.unit
         due = self._interval.passes(self._progress.value(unit))
         if get_num_processes() > 1 and self._progress.follows_wall_clock(unit):
-            agreed = self._pending() if self._pending is not None else False
+            agreed = self.finish()
             self._pending = start_agree_any(due and is_master())
             return agreed
         return due
 
-    def finish(self) -> None:
-        """Wait for the pending reduction, so that none is left when the group is destroyed."""
+    def finish(self) -> bool:
+        """Wait for the result of the pending reduction, so that none is left when the group is destroyed."""
         pending, self._pending = self._pending, None
-        if pending is not None:
-            pending()
+        return pending is not None and pending()
 
 
 @dataclass(frozen=True, kw_only=True)

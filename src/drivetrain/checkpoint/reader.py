@@ -64,7 +64,7 @@ class CheckpointReader:
     verify: Verify = "full"
     exchange: RankExchange = field(default_factory=RankExchange)
     """The ranks that read together and must all take the same checkpoint."""
-    map_location: Any = "cpu"
+    map_location: torch.device | str = "cpu"
     live: LiveState | None = None
     """Where the layouts of sharded tensors come from; None: they are read whole."""
     merges: Mapping[str, Merge] = field(default_factory=dict)

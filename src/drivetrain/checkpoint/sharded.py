@@ -12,6 +12,7 @@ This module is imported only when there are such tensors.
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
 from drivetrain.checkpoint.tree import flatten
-from drivetrain.core.containers import join_path
 from drivetrain.core.errors import CheckpointError
+from drivetrain.core.types import StateDict
+from drivetrain.runtime.codec import JsonUnpacker
 
 
 def own_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -69,7 +71,7 @@ def _read(
     reader: HuggingFaceStorageReader, folder: Path, names: Iterable[str], live: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     stored = reader.read_metadata()
-    wanted: dict[str, Any] = {}
+    wanted: StateDict = {}
     for name in names:
         if name not in stored.state_dict_metadata:
             raise CheckpointError(f"{name} is missing from the files in {folder}. Use an earlier checkpoint.")
@@ -99,40 +101,25 @@ def find_layouts(names: set[str], structure: object, live: object) -> dict[str, 
     """
     live_tensors = flatten(live).sharded
     layouts = {name: live_tensors[name] for name in names if name in live_tensors}
-    for path, owners in _optimizer_parameters(structure):
-        for name in names - set(layouts):
-            if name.startswith(f"{path}.state."):
-                key = name.removeprefix(f"{path}.state.").partition(".")[0]
-                owner = owners.get(key, "")
-                if owner in live_tensors:
-                    layouts[name] = live_tensors[owner]
+    saved = JsonUnpacker({"$tensor": itemgetter("$tensor"), "$local": lambda reference: None}).unpack(structure)
+    for item in _everything(saved):
+        if isinstance(item, dict) and "param_groups" in item and "state" in item:
+            owners: dict[object, str] = {}
+            for group in item["param_groups"]:
+                owners |= zip(group.get("params", ()), group.get("param_names", ()))
+            for number, kept in item["state"].items():
+                if (owner := owners.get(number)) in live_tensors:
+                    for name in names.intersection(text for text in _everything(kept) if isinstance(text, str)):
+                        layouts.setdefault(name, live_tensors[owner])
     return layouts
 
 
-def _optimizer_parameters(structure: object) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the path of each saved optimizer and the names of its parameters by their numbers in the state."""
-    waiting: list[tuple[str, object]] = [("", structure)]
-    while waiting:
-        path, value = waiting.pop()
-        if isinstance(value, dict) and "param_groups" in value and "state" in value:
-            owners: dict[str, str] = {}
-            for group in value["param_groups"]:
-                owners |= zip(map(str, group.get("params", ())), group.get("param_names", ()))
-            yield path, owners
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                inner = value[key] if key in ("$tuple", "$dict", "$ordered") else None
-                waiting += _members(path, inner) if inner is not None else [(join_path(path, key), item)]
-        elif isinstance(value, list):
-            waiting += [(join_path(path, index), item) for index, item in enumerate(value)]
-
-
-def _members(path: str, inner: list[object]) -> list[tuple[str, object]]:
-    """Return the members of a tagged tuple or of a tagged mapping (a list of pairs)."""
-    pairs = [pair for pair in inner if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str | int)]
-    if len(pairs) == len(inner):
-        return [(join_path(path, key), item) for key, item in pairs]
-    return [(join_path(path, index), item) for index, item in enumerate(inner)]
+def _everything(value: object) -> Iterator[object]:
+    """Yield a value and all that is in it."""
+    yield value
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    for item in items:
+        yield from _everything(item)
 
 
 class _TensorsOnly(DefaultLoadPlanner):

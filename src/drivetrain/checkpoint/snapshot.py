@@ -64,7 +64,9 @@ def take_snapshot(
         raise CheckpointError(f"parameters of the run hold tensors ({names}). Keep them in the Context.")
     flat.structure = {"kind": "context" if is_context else "dict", "state": flat.structure, "run": flat_run.structure}
     is_own = is_context and not _is_alike(flat, exchange)
-    snapshot = Snapshot(
+    shards, shard_metadata = _own_shards(flat.sharded, exchange) if flat.sharded else ({}, {})
+    own = flatten({"rng": capture_rng(place_of(source)), "local": flat.local} if is_context else None)
+    return Snapshot(
         state=flat.to_json(),
         is_own=is_own,
         write_side_file=write_side_file,
@@ -76,16 +78,12 @@ def take_snapshot(
             "metrics": checked_metrics(metrics),
             "versions": _versions(),
         },
+        is_sharded=bool(flat.sharded),
+        shards=shards,
+        shard_metadata=shard_metadata,
+        local_tensors=own.tensors,
+        local_metadata={_KEY: own.to_json().decode()} if is_context else {},
     )
-    if flat.sharded:
-        from drivetrain.checkpoint.sharded import own_parts
-
-        snapshot.is_sharded = True
-        snapshot.shards, snapshot.shard_metadata = own_parts(_written_here(flat.sharded, exchange))
-    if is_context:
-        own = flatten({"rng": capture_rng(place_of(source)), "local": flat.local})
-        snapshot.local_tensors, snapshot.local_metadata = own.tensors, {_KEY: own.to_json().decode()}
-    return snapshot
 
 
 def place_of(source: object) -> torch.device | None:
@@ -122,16 +120,16 @@ def _whole_mesh(tensor: Any) -> Any:
     return root.mesh.tolist() if root is mesh else [root.mesh.tolist(), list(mesh.mesh_dim_names or ())]
 
 
-def _written_here(sharded: Mapping[str, Tensor], exchange: RankExchange) -> dict[str, Tensor]:
-    """Return the sharded tensors that this rank's mesh writes: of equal ones on several columns of a larger mesh, the first column's."""
-    if exchange.size == 1:
-        return dict(sharded)
+def _own_shards(sharded: Mapping[str, Tensor], exchange: RankExchange) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the parts that this rank writes and their header: of equal tensors on several columns of a larger mesh, the first column's."""
+    from drivetrain.checkpoint.sharded import own_parts
+
     own = {name: sorted(tensor.device_mesh.mesh.flatten().tolist()) for name, tensor in sharded.items()}  # type: ignore[attr-defined]
     first: dict[str, object] = {}
     for theirs in exchange.gather(own):
         for name, ranks in theirs.items():
             first[name] = min(first.get(name, ranks), ranks)
-    return {name: tensor for name, tensor in sharded.items() if first[name] == own[name]}
+    return own_parts({name: tensor for name, tensor in sharded.items() if first[name] == own[name]})
 
 
 def checked_metrics(metrics: Mapping[str, object] | None) -> dict[str, float]:
@@ -177,7 +175,7 @@ def _packed_or_text(value: object) -> object:
 class SideFile(Protocol):
     """An item whose values are in a file in the checkpoint folder."""
 
-    def prepare_side_file(self, folder: Path) -> tuple[Any, Callable[[], None]]:
+    def prepare_side_file(self, folder: Path) -> tuple[object, Callable[[], None]]:
         """Return the reference to all values so far, and a function that writes and flushes them."""
 
     def referring_to(self, reference: object) -> AbstractContextManager[None]:

@@ -48,7 +48,8 @@ def fit_optimizer(
         settings = ", ".join(sorted(map(str, absent)))
         return [f"saved by another kind of optimizer than {type(optimizer).__name__}: it has no {settings}"], None
     if len(groups) != len(live_groups):
-        return [f"saved {len(groups)} parameter groups, this optimizer has {len(live_groups)}"], None
+        problem = f"saved {len(groups)} parameter groups, this optimizer has {len(live_groups)}"
+        return [problem + ("; add the others before loading" if len(groups) > len(live_groups) else "")], None
     live = [parameter for group in live_groups for parameter in group["params"]]
     keys = [key for group in groups for key in group["params"]]
     saved_names = _saved_names(groups)

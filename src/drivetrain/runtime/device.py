@@ -177,6 +177,8 @@ def _host_memory() -> tuple[int, int]:
 # in its queue and is not idle. On a CPU the number is known at once.
 
 _MAX_LAG = 2
+Tag = Any
+"""What a caller gives with a number, and gets back with it."""
 _Places = list[tuple[Tensor, torch.cuda.Event]]
 """Pinned numbers of one type, each with the event of its last copy, to use again."""
 
@@ -192,11 +194,11 @@ class AsyncReadback:
 
     def __init__(self, max_lag: int = _MAX_LAG):
         self.max_lag = max_lag
-        self._arrived: list[tuple[Any, float]] = []
-        self._pending: deque[tuple[Any, Tensor | float, torch.cuda.Event | None, _Places]] = deque()
+        self._arrived: list[tuple[Tag, float]] = []
+        self._pending: deque[tuple[Tag, Tensor | float, torch.cuda.Event | None, _Places]] = deque()
         self._free: dict[tuple[torch.device, torch.dtype], _Places] = {}
 
-    def push(self, tensor: Tensor | float, tag: Any = None) -> None:
+    def push(self, tensor: Tensor | float, tag: Tag = None) -> None:
         """Send a scalar to the host. `tag` is returned with it."""
         number = tensor if not isinstance(tensor, Tensor) else tensor.item() if tensor.is_cpu else None
         if number is not None and not self._pending:
@@ -226,18 +228,18 @@ class AsyncReadback:
         """Whether no scalar is pending."""
         return not self._pending
 
-    def poll(self) -> list[tuple[Any, float]]:
+    def poll(self) -> list[tuple[Tag, float]]:
         """Return what has arrived since the last call, oldest first, without waiting."""
         while self._pending and self._take(wait=False):
             pass
         return self.overdue()
 
-    def overdue(self) -> list[tuple[Any, float]]:
+    def overdue(self) -> list[tuple[Tag, float]]:
         """Return what `push` had to wait for since the last call. The lag is fixed, so all ranks get the same at the same step."""
         arrived, self._arrived = self._arrived, []
         return arrived
 
-    def drain(self) -> list[tuple[Any, float]]:
+    def drain(self) -> list[tuple[Tag, float]]:
         """Wait for everything that was pushed and return it, for the end of an epoch."""
         while self._pending:
             self._take(wait=True)

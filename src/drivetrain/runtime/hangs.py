@@ -15,9 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from types import FrameType
 from typing import NoReturn, Protocol, Self
@@ -102,8 +100,9 @@ class RankWatch:
         self._watched, self._limit = watched, limit
         self._rank, self._size = get_rank(), get_num_processes()
         self._done = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._store: dist.Store | None = None
+        self._report = ""  # of another rank that hangs
         self._last_times = (0, 0.0, 0.0)
         self._suspect: int | None = None
         self._named: tuple[int, float] | None = None
@@ -117,20 +116,22 @@ class RankWatch:
             # A connection of its own: the main thread may hold the other one while it waits.
             store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             self._store = dist.PrefixStore(f"drivetrain/watch/{next(_numbers)}", store)
-        self._thread = threading.Thread(target=self._watch, name="drivetrain-rank-watch", daemon=True)
-        self._thread.start()
+        # Two threads: a network that is down may block the one that exchanges, and the other still ends this rank.
+        for work in (self._watch, self._exchange) if self._store is not None else (self._watch,):
+            self._threads.append(threading.Thread(target=work, name="drivetrain-rank-watch", daemon=True))
+            self._threads[-1].start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._done.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = self._store = None
+        for thread, seconds in zip(self._threads, (None, ANSWER_SECONDS)):
+            thread.join(seconds)
+        self._threads, self._store = [], None
 
     def _watch(self) -> None:
-        period = POLL_SECONDS if self._limit is None else min(POLL_SECONDS, self._limit / 8)
+        period = self._period()
         first = last = self._watched.position()
-        stuck, compared, woke = 0.0, time.monotonic(), time.monotonic()
+        stuck, woke = 0.0, time.monotonic()
         while not self._done.wait(period):
             now = time.monotonic()
             # A process that was stopped as a whole (SIGSTOP, a suspended machine) did not hang.
@@ -138,22 +139,31 @@ class RankWatch:
             position = self._watched.position()
             if position != last:
                 last, stuck = position, 0.0
-            store, compares = self._store, now - compared > EXCHANGE_SECONDS
-            if store is not None and not _within(ANSWER_SECONDS, partial(self._exchange, store, stuck, compares)):
-                self._store = None  # its machine cannot be reached; each rank is still watched by itself
-            compared = now if compares else compared
             if self._limit is not None and stuck > self._limit:
                 running = [frame.f_code.co_filename for frame in _main_frames()]
                 patient = last[0] == first[0] or any(part in file for file in running for part in PATIENT)
                 if stuck > self._limit * (PATIENCE if patient else 1):
                     self._end(stuck, f"hang_timeout is {self._limit:g} s{f' × {PATIENCE} here' if patient else ''}")
+        if self._report:
+            self._end(stuck, f"another rank reports: {self._report}")
 
-    def _exchange(self, store: dist.Store, stuck: float, compares: bool) -> None:
+    def _exchange(self) -> None:
         """Read whether another rank hangs, and compare times."""
-        if store.check(["hang"]):
-            self._end(stuck, f"another rank reports: {store.get('hang').decode(errors='replace')}")
-        if compares:
-            self._compare(store)
+        store, period, compared = self._store, self._period(), time.monotonic()
+        assert store is not None
+        try:
+            while not self._done.wait(period):
+                if store.check(["hang"]):
+                    self._report = store.get("hang").decode(errors="replace")
+                    self._done.set()
+                elif time.monotonic() - compared > EXCHANGE_SECONDS:
+                    compared = time.monotonic()
+                    self._compare(store)
+        except (RuntimeError, OSError) as error:  # the store went with rank 0; each rank is still watched by itself
+            logger.debug("rank %d: the other ranks cannot be reached: %s", self._rank, error)
+
+    def _period(self) -> float:
+        return POLL_SECONDS if self._limit is None else min(POLL_SECONDS, self._limit / 8)
 
     def _end(self, stuck: float, reason: str) -> NoReturn:
         """Print where this process is, give the others time to do the same, and end."""
@@ -166,9 +176,12 @@ class RankWatch:
         collectives = _collectives_in_progress()
         text += f"collectives in progress: {', '.join(collectives)}\n" if collectives else ""
         _print(text + _stacks(), f"rank {self._rank}")
-        if store := self._store:
-            _within(2 * ANSWER_SECONDS, partial(self._answer, store, place))
-        os._exit(HANG_STATUS)
+        threading.Timer(2 * ANSWER_SECONDS, os._exit, [HANG_STATUS]).start()  # the network may be down
+        try:
+            if self._store is not None:
+                self._answer(self._store, place)
+        finally:  # the store may have gone with another rank
+            os._exit(HANG_STATUS)
 
     def _answer(self, store: dist.Store, place: str) -> None:
         """Notify the other ranks, wait until they have reported, and list all of them once."""
@@ -220,19 +233,6 @@ def find_straggler(seconds: list[float], step: float) -> Straggler | None:
     if step <= 0 or seconds[slowest] - others < SLOW_SHARE * step:
         return None
     return Straggler(slowest, seconds[slowest], others, step)
-
-
-def _within(seconds: float, exchange: Callable[[], None]) -> bool:
-    """Return whether an exchange has ended in time. The store may have gone with its rank, or a network that is down may block it."""
-
-    def attempt() -> None:
-        with suppress(RuntimeError, OSError):
-            exchange()
-
-    thread = threading.Thread(target=attempt, name="drivetrain-rank-exchange", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()
 
 
 def _main_frames() -> list[FrameType]:

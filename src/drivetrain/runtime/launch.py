@@ -26,6 +26,7 @@ import torch.distributed as dist
 from drivetrain.core.arguments import check_choice, check_count
 from drivetrain.core.containers import with_environment
 from drivetrain.core.errors import ConfigError, DistributedError
+from drivetrain.core.types import Settings
 from drivetrain.runtime.environment import in_launched_process
 from drivetrain.runtime.hangs import HANG_STATUS
 from drivetrain.runtime.store import STORE_VARIABLE, loopback_variables
@@ -94,7 +95,7 @@ def launch(
         stack.enter_context(_restored_process_state())
         pids = Path(folder, "pids")
         pids.mkdir()
-        rendezvous: dict[str, Any]
+        rendezvous: Settings
         if nnodes == 1:
             Path(folder, run_id).mkdir(mode=0o700)
             store = {STORE_VARIABLE: str(Path(folder, run_id))}  # where workers meet

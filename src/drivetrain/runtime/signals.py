@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import ClassVar, Self
 
@@ -107,31 +107,29 @@ class StopSignals:
             return
         if self._watchdog is not None:
             self._watchdog.close()
-            self._watchdog = None
-        self._restore_handlers()
-        if is_stop(self.requested):
-            assert self.requested is not None
-            os.kill(os.getpid(), self.requested)
-
-    def _restore_handlers(self) -> None:
-        for number, earlier in self._earlier.items():
-            signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+        self._leave(self._earlier)
         self._earlier.clear()
-        self._entered.remove(self)
-        self.installed = False
+        if self.requested is not None and is_stop(self.requested):
+            os.kill(os.getpid(), self.requested)
 
     @classmethod
     def leave_after_fork(cls) -> None:
-        """A forked process ends at a signal, as it would without a run; but a loader worker leaves them to its parent."""
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and frame.f_globals.get("__name__") != "torch.utils.data.dataloader":
-            frame = frame.f_back
+        """Leave all contexts in a forked process, which ends at SIGTERM, as `terminate()` expects.
+
+        Ctrl-C and SIGUSR1 reach it together with its parent, whose last step may need it, so they are still only stored.
+        """
         for signals in reversed(cls._entered.copy()):
             if signals._watchdog is not None:
                 signals._watchdog.detach()
-                signals._watchdog = None
-            if frame is None:
-                signals._restore_handlers()
+            signals._leave(set(signals._earlier) - {signal.SIGINT, SAVE_SIGNAL})
+
+    def _leave(self, restored: Iterable[int]) -> None:
+        """Restore the earlier handlers of these signals. The context is over."""
+        for number in restored:
+            earlier = self._earlier[number]
+            signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+        self._watchdog, self.installed = None, False
+        self._entered.remove(self)
 
     def clear(self) -> None:
         """Clear the signal: it has been handled."""
@@ -147,19 +145,16 @@ class StopSignals:
         """Return the signal that all ranks act on at this step boundary, or None. Several processes act one step after it arrived."""
         if get_num_processes() == 1:
             return self.requested
-        someone = self._pending() if self._pending is not None else False
-        if not someone:
+        if not self.finish():
             self._pending = start_agree_any(self.requested is not None)
             return None
-        self._pending = None
         noted = [number for number in all_gather_values(self.requested) if number is not None]
         return max(noted, key=_signal_priority, default=None)
 
-    def finish(self) -> None:
-        """Wait for the pending reduction, so that none is left when the group is destroyed."""
+    def finish(self) -> bool:
+        """Wait for the result of the pending reduction, so that none is left when the group is destroyed."""
         pending, self._pending = self._pending, None
-        if pending is not None:
-            pending()
+        return pending is not None and pending()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         earlier = self._earlier.get(number)
@@ -222,12 +217,14 @@ class StopWatchdog:
 
     def close(self) -> None:
         """Stop watching. Call it in the main thread."""
+        signal.set_wakeup_fd(self._earlier, warn_on_full_buffer=False)
         self._theirs.shutdown(socket.SHUT_RDWR)  # the thread reads the end, also where another process holds a copy
         self._thread.join()
-        self.detach()
+        self._theirs.close()
+        self._ours.close()
 
     def detach(self) -> None:
-        """Close the sockets of this process. A forked one would report its signals through them as this process's."""
+        """Leave the sockets to the parent of this forked process, whose signals would look like the parent's."""
         signal.set_wakeup_fd(self._earlier, warn_on_full_buffer=False)
         self._theirs.close()
         self._ours.close()

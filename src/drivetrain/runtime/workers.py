@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +33,7 @@ KILL_GRACE = 10.0
 """Seconds a failing worker, and after it the others of its group, have to end by themselves."""
 
 
-def run_worker(function: Callable[..., object], args: tuple[object, ...], pids: Path, num_workers: int) -> Any:
+def run_worker(function: Callable[..., object], args: tuple[object, ...], pids: Path, num_workers: int) -> object:
     """Call the function in a worker process, and leave the process group afterwards."""
     signal_from_parent = getattr(torch.multiprocessing, "_prctl_pr_set_pdeathsig", None)
     if signal_from_parent is not None:
@@ -118,7 +117,7 @@ def _schedule_exit() -> None:
 def is_lost_peer(error: BaseException | None) -> bool:
     """Return whether an error only reports that another process is gone."""
     while error is not None:
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error)):
+        if isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/transport" in str(error)):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -175,8 +175,7 @@ def save_checkpoint(
     optimizers, schedulers = state.optimizers[:1] if optimizer else (), state.schedulers[:1] if scheduler else ()
     found = nonfinite_state({"model": model, "optimizer": next(iter(optimizers), None)})
     if any(all_gather_values(bool(found))):
-        text = f"{path} was not written: {', '.join(found[:5]) or 'a rank'} hold NaN or infinity."
-        warn(text)
+        warn(f"{path} was not written: {', '.join(found[:5]) or 'a rank'} hold NaN or infinity.")
         return
     content = {"model_state_dict": clean_state_dict(model) if isinstance(model, nn.Module) else model.state_dict()}
     for held in optimizers:

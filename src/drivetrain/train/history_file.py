@@ -240,7 +240,8 @@ class HistoryFile:
                 self._end, self._written = len(MAGIC), 0
                 return
             # A hard link is a copy that another run may continue in its own way.
-            if path.lstat().st_nlink <= 1 and (digest := _whole_digest(path)) is not None:
+            can_continue = path.lstat().st_nlink <= 1 and os.access(path, os.W_OK)
+            if can_continue and (digest := _whole_digest(path)) is not None:
                 self._end = self._written = path.stat().st_size
                 self.name, self._digest = name, digest
                 return

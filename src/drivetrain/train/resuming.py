@@ -312,8 +312,9 @@ def handle_signal(number: int, signals: StopSignals, checkpoints: CheckpointSche
     if run is not None and hasattr(run, "interrupted"):
         run.interrupted = True
     if number == signal.SIGINT:  # what Ctrl-C has always raised
-        last = checkpoints.last
-        raise KeyboardInterrupt(*[] if last is None else [f"saved as {last}; resume_from='auto' continues the run"])
+        if checkpoints.checkpointer is None or checkpoints.last is None:
+            raise KeyboardInterrupt
+        raise KeyboardInterrupt(f"the newest checkpoint is {checkpoints.last}; resume_from='auto' continues from it")
     raise SystemExit(exit_status(number))
 
 
