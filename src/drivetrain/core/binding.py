@@ -22,13 +22,13 @@ _HOOK_NAMES = (*EVENT_OF_HOOK, *OCCASIONAL_HOOKS)
 _EVENT_NAMES = tuple(event.value for event in Event)
 _FOREIGN = {
     f"on_{theirs}_{end}": f"on_{ours}_{'end' if end == 'end' else 'start'}"
-    for theirs, ours in [
-        ("train", "training_run"),
-        ("fit", "training_run"),
-        ("step", "train_step"),
-        ("train_batch", "train_step"),
-    ]
-    + [("validation_epoch", "eval_epoch"), ("validation_batch", "eval_step"), ("validation", "eval_epoch")]
+    for ours, names in {
+        "training_run": "train fit",
+        "train_step": "step train_batch",
+        "eval_epoch": "validation validation_epoch",
+        "eval_step": "validation_batch",
+    }.items()
+    for theirs in names.split()
     for end in ("start", "begin", "end")
 }
 """What methods of other libraries' callbacks are called here, where the nearest name means something else."""

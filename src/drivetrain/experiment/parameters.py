@@ -350,7 +350,7 @@ def standard_parameters() -> list[Parameter]:
         Parameter("checkpoint", path, None, help="Start a new run from the state in this checkpoint."),
         Parameter(
             "resume",
-            str,
+            folder,
             "never",
             help="never; auto: continue the newest unfinished run with the same parameters; or the folder or short id of a run.",
             allow_from_file=False,

@@ -229,7 +229,7 @@ def masked_value(parameter: Parameter, where: str) -> str:
     )
 
 
-def _read(parameter: Parameter, given: Given) -> object:
+def _read(parameter: Parameter, given: Given) -> Any:
     where = {"cli": parameter.flag, "run": "run"}.get(given.origin, given.origin)
     if parameter.name == PARAMS_FILE and isinstance(given.value, list | tuple):
         files = [parameter.read(item, is_text=given.is_text, where=where) for item in given.value]
@@ -242,15 +242,9 @@ def _from_files(parameters: ParameterSet, explicit: Mapping[str, Given]) -> dict
     given = explicit.get(PARAMS_FILE)
     reader = ParameterFiles(parameters, {name: str(entry.value) for name, entry in choices.items()})
     found: dict[str, Given] = {}
-    files = () if given is None or given.value is None else given.value
-    for path in files if isinstance(files, list | tuple) else [files]:
-        if not isinstance(path, str | Path):
-            raise ParameterError(f"{PARAMS_FILE}: expected the path of a YAML or JSON file, got {path!r}.")
-        found |= {
-            name: entry
-            for name, entry in reader.read(Path(os.path.expanduser(path))).items()
-            if entry.value is not None
-        }
+    files = [] if given is None or given.value is None else _read(parameters[PARAMS_FILE], given)
+    for path in files if isinstance(files, list) else [files]:
+        found |= {name: entry for name, entry in reader.read(path).items() if entry.value is not None}
     for name in choices:
         if name not in reader.used:
             raise ParameterError(

@@ -59,7 +59,7 @@ def choose_run_start(
 ) -> RunStart:
     """Decide how a run begins; `resolved` takes over what the continued run knows better."""
     parameters = experiment.parameters
-    wanted = os.path.expanduser(str(resolved.values["resume"]))
+    wanted = resolved.values["resume"]
     if restarted and wanted == NEVER:
         wanted = AUTO
     if wanted == NEVER:

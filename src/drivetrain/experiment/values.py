@@ -301,4 +301,5 @@ def _adapter(annotation: object) -> tuple[Callable[[Any], Any], type[Exception]]
     # Models ignore unknown keys unless one of them declares otherwise; here a misspelled key is an error.
     declares_extra = "extra_fields_behavior" in str(adapter.core_schema)
     extra: Any = None if declares_extra else "forbid"
-    return functools.partial(adapter.validate_python, extra=extra), ValidationError
+    # Files hold the names of fields, whatever their aliases are.
+    return functools.partial(adapter.validate_python, extra=extra, by_name=True), ValidationError

@@ -74,12 +74,12 @@ def ls(arguments: argparse.Namespace) -> None:
             f"there is no folder {words[0]}. Give the --output-dir of your runs, by default {DEFAULT_PLACE}."
         )
     condition = " ".join(words)
-    found = [record for place in places or [DEFAULT_PLACE] for record in find_runs(place)]
+    found = {record.folder.resolve(): record for place in places or [DEFAULT_PLACE] for record in find_runs(place)}
     if arguments.limit is not None and arguments.limit < 1:
         raise ParameterError(f"-n {arguments.limit}: expected at least 1 run.")
     records = [
         record
-        for record in sorted(found, key=lambda record: (record.started, record.folder.name), reverse=True)
+        for record in sorted(found.values(), key=lambda record: (record.started, record.folder.name), reverse=True)
         if arguments.status in (None, record.state) and arguments.experiment in (None, record.experiment)
     ]
     lines = read_lines(records, read_directions(arguments.direction), arguments.objective)

@@ -14,11 +14,10 @@ from typing import Any
 
 from drivetrain.core.display import printable, printable_json
 from drivetrain.core.plain import spelled
+from drivetrain.experiment.command_line import STDERR, STDOUT
 
 PLAIN_WIDTH = 160
 """Width of tables that go to a file or a pipe, where there is no terminal width."""
-STDOUT, STDERR = 1, 2
-"""The file descriptors of the process, even when `sys.stdout` is replaced."""
 MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "dim")}
 STATE_STYLES = {
     "finished": "green",

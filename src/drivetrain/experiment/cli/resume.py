@@ -19,7 +19,7 @@ from drivetrain.experiment.cli.output import print_lines, prints_to_stderr
 from drivetrain.experiment.cli.run import start
 from drivetrain.experiment.cli.runs import find_run, find_sweep, locate
 from drivetrain.experiment.cli.targets import find_in_file
-from drivetrain.experiment.command_line import JSON, argument, split_values
+from drivetrain.experiment.command_line import JSON, argument, text_given
 from drivetrain.experiment.records import RunRecord, find_runs, is_run
 from drivetrain.experiment.run_folder import hash_source
 
@@ -129,8 +129,7 @@ def _resolved(experiment: "Experiment", record: RunRecord, arguments: argparse.N
         if parameter is not None and value not in (None, parameter.default):
             given[name] = Given(value, "run")
     for name, text in _changes(experiment, arguments):
-        multiple = experiment.parameters[name].multiple
-        given[name] = Given(split_values(text) if multiple else text, "cli", is_text=True)
+        given[name] = Given(text_given(experiment.parameters[name], text), "cli", is_text=True)
     given["resume"] = Given(str(locate(arguments.run)), "cli", is_text=True)
     return resolve(experiment.parameters, given, experiment.defaults)
 
