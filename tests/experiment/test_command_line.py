@@ -1,8 +1,10 @@
 """Command lines: what they mean, how help looks, and how mistakes are explained."""
 
+import importlib.machinery
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from drivetrain.core.errors import ConfigError, DrivetrainError, ParameterError
 from drivetrain.experiment import experiment, group, param_group, parameter, read_run
-from drivetrain.experiment.command_line import parse
+from drivetrain.experiment.command_line import parse, program_name
 from drivetrain.experiment.resolve import resolve
 
 
@@ -318,3 +320,15 @@ def test_the_command_of_a_run_in_a_group_names_the_experiment(tmp_path):
 
     tools.cli(["fit", "--x", "2", "--output-dir", str(tmp_path), "--run-name", "a"], program="tools")
     assert read_run(tmp_path / "fit" / "a").manifest["argv"][:3] == ["tools fit", "--x", "2"]
+
+
+def test_a_debugger_and_a_profiler_start_a_program_under_its_own_name(monkeypatch):
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", ["/work/train.py"])
+    del main.__spec__  # as pdb does
+    assert program_name() == "python train.py"
+    main.__spec__ = importlib.machinery.ModuleSpec("cProfile", None, origin="/lib/cProfile.py")
+    assert program_name() == "python train.py"
+    main.__spec__ = importlib.machinery.ModuleSpec("pack.train", None, origin="/work/train.py")
+    assert program_name() == "python -m pack.train"
