@@ -326,9 +326,10 @@ def group_help(program: str, description: str, tree: str) -> str:
 
 def params_table(values: Mapping[str, object], origins: Mapping[str, str]) -> str:
     """Return every value with its origin, one a line."""
-    rows = [(name, repr(value) if isinstance(value, str) else str(value)) for name, value in values.items()]
-    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
-    return "\n".join(f"{name:<{widths[0]}}  {text:<{widths[1]}}  {origins[name]}".rstrip() for name, text in rows)
+    from drivetrain.core.display import aligned
+
+    text_of = lambda value: repr(value) if isinstance(value, str) else str(value)
+    return "\n".join(aligned([(name, text_of(value), origins[name]) for name, value in values.items()]))
 
 
 def usage_line(program: str) -> str:

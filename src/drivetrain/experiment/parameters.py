@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core.display import shortened
 from drivetrain.core.errors import ParameterError
 from drivetrain.core.plain import plain
 from drivetrain.core.secret import MASK, Secret, hide, is_secret_value, looks_secret, texts_of
@@ -142,8 +143,7 @@ class Parameter:
         try:
             return read(value, *how)
         except BadValue as problem:
-            shown = self.shown(repr(value))
-            shown = shown if len(shown) <= 80 else shown[:77] + "..."
+            shown = shortened(self.shown(repr(value)), 80)
             reason = hide(str(problem), texts_of(value, is_secret=self.is_secret))
             raise ParameterError(f"{where}: {self.name} cannot be {shown}: {reason}.") from None
 
