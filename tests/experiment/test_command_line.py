@@ -230,7 +230,7 @@ def test_a_parameter_called_force_takes_the_word_over(tmp_path):
     made = experiment(_with_force)
     assert made.cli(["--output-dir", str(tmp_path), "--force"]) is True
     assert "--force, --no-force" in made.help()
-    with pytest.raises(ParameterError, match="already an option of the command line"):
+    with pytest.raises(ParameterError, match="an option of the command line"):
         parameter("help")
 
 

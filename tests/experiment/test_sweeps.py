@@ -408,7 +408,7 @@ def test_a_sweep_of_the_earlier_default_is_resumed_in_its_own_direction(tmp_path
     [
         (["min", "max", "min"], {}, "one direction"),
         ("upwards", {}, "'min' or 'max'"),
-        ("min", {"a": 1.0, "b": 2.0}, "trial 0 has another number of values"),
+        ("min", {"a": 1.0, "b": 2.0}, r"2 objectives, but trial 0 has 1|1 objectives, but trial 0 has 2"),
     ],
 )
 def test_a_journal_whose_objectives_do_not_fit_is_rejected(direction, values, message, tmp_path):

@@ -106,7 +106,7 @@ class _Resolver:
             match = _STEP.match(path, position)
             if match is None:
                 raise ReferenceProblem(
-                    reference.line, f"!ref <{path}>: expected names and indexes such as <a.b>, <a[0]> or <a[0][1]>."
+                    reference.line, f"!ref <{path}>: expected names and indexes such as <a.b[0][1]>."
                 )
             if isinstance(value, RefTag):
                 value = self.resolve(value)

@@ -62,9 +62,7 @@ class _WithParameters:
 
     def __init__(self, main_function: Callable[..., object], name: str | None):
         if not callable(main_function):
-            raise ParameterError(
-                f"an experiment needs a function, got {main_function!r}. Use @experiment above a `def`."
-            )
+            raise ParameterError(f"an experiment needs a function, got {main_function!r}. Use @experiment on a `def`.")
         is_plain = isinstance(name, str) and name not in ("", ".", "..") and not any(sign in name for sign in "/\\\0")
         if name is not None and not is_plain:
             raise ParameterError(f"experiment name {name!r}: expected a plain name that can also name a folder.")
@@ -100,8 +98,7 @@ class _WithParameters:
                 self.parameters.inherit([entry for entry in memo if isinstance(entry, Parameter)], groups)
             else:
                 raise ParameterError(
-                    f"{self.name}: inherit_params got {source!r}. Expected an experiment, a group, a function with "
-                    "@parameter decorators, or a list of those."
+                    f"{self.name}: inherit_params got {source!r}. Expected experiments, groups or functions with @parameter."
                 )
 
     def add(self, entry: Parameter | ParameterGroup) -> None:
@@ -229,9 +226,7 @@ class ExperimentGroup(_WithParameters):
     def add_experiment(self, experiment: "Experiment | ExperimentGroup") -> None:
         """Add an experiment or a group; names must differ."""
         if any(experiment.name == other.name for other in self.experiments):
-            raise ParameterError(
-                f"the group {self.name!r} already has an experiment {experiment.name!r}. Rename one of them."
-            )
+            raise ParameterError(f"the group {self.name!r} already has an experiment {experiment.name!r}. Rename one.")
         self.experiments.append(experiment)
 
     @overload

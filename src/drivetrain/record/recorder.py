@@ -356,8 +356,7 @@ def _claimed_folder(output_dir: str | Path | None) -> Path:
         folder = Path(output_dir).absolute()
         if folder in _open_folders:
             raise ConfigError(
-                f"output_dir={str(output_dir)!r} belongs to a Recorder that is still open. Use that one, close() it, or give this one "
-                "another folder."
+                f"output_dir={str(output_dir)!r} belongs to a Recorder that is still open. close() it, or give another folder."
             )
         return folder
     run = current_run()

@@ -67,9 +67,7 @@ def _resume_sweep(folder: Path, arguments: argparse.Namespace) -> int:
 
     record = next(find_runs(folder), None)
     if record is None:
-        raise ResumeError(
-            f"the sweep {folder} has no trial yet that names its program. Start it again with `drivetrain sweep ...`."
-        )
+        raise ResumeError(f"the sweep {folder} has no trial that names its program. Use `drivetrain sweep ...` again.")
     experiment = _trusted_experiment(record, arguments)
     given = dict(_changes(experiment, arguments))
     for name in given:
@@ -85,8 +83,7 @@ def _trusted_experiment(record: RunRecord, arguments: argparse.Namespace) -> "Ex
     named = record.manifest.get("source")
     if not named:
         raise ResumeError(
-            f"the run {record.folder} does not name the file of its experiment (it was started from a prompt?). Start the program "
-            f"again with --resume {record.folder}."
+            f"the run {record.folder} does not name its file. Start the program again with --resume {record.folder}."
         )
     if Path(named).suffix != ".py":  # a module's name would be looked for in the present folder
         raise ResumeError(f"the run {record.folder} names the file {named!r}, which is not a Python file (.py).")

@@ -12,7 +12,6 @@ from drivetrain.core.errors import ExperimentError, nearest_name
 from drivetrain.core.types import Settings
 from drivetrain.experiment.directions import direction_of, first_declared
 from drivetrain.experiment.records import (
-    DEFAULT_PLACE,
     RunRecord,
     find_runs,
     is_run,
@@ -25,6 +24,7 @@ from drivetrain.experiment.records import (
 )
 from drivetrain.experiment.reports.gather import common_objective, differing, distinguishing_parameters, main_metric
 from drivetrain.experiment.summaries import MetricsSummary, summary_of
+
 
 def find_run(given: str) -> RunRecord:
     """Return the run that a folder or short id names; a file or checkpoint inside it will do, too."""

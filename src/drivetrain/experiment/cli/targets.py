@@ -127,7 +127,7 @@ def _only_experiment(module: ModuleType, target: str) -> object:
         return next(iter(different.values()))
     if not found:
         raise ExperimentError(
-            f"{target} defines no experiment. Put @experiment above a function, or name an attribute: {target}:name."
+            f"{target} defines no experiment. Put @experiment above a function, or use {target}:name."
         )
     raise ExperimentError(
         f"{target} defines several experiments: {', '.join(found)}. Name one: {target}:{next(iter(found))}."

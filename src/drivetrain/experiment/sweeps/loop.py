@@ -121,7 +121,11 @@ class SweepLoop:
                 )
         self.journal.settle(trial)
         missing = next((name for name in self.goal.names if name not in trial.metrics), None)
-        if outcome.status == FINISHED and missing is not None and not any(one.objectives for one in self.trials.values()):
+        if (
+            outcome.status == FINISHED
+            and missing is not None
+            and not any(one.objectives for one in self.trials.values())
+        ):
             near = nearest_name(missing, trial.metrics)
             if near is not None:  # every other trial would fail as this one did
                 raise ParameterError(f"{trial.error} Did you mean objective={near!r} (--objective {near})?")

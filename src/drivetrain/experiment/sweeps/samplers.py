@@ -99,9 +99,7 @@ class RandomSampler(_CountingSampler):
         """Count a trial that was drawn before, and check that it was drawn from here."""
         super().replay(trial)
         if plain(self._propose(trial.index)) != plain(trial.params):
-            raise ParameterError(
-                f"the sweep's trial {trial.index} has different parameters from those that this seed and space produce."
-            )
+            raise ParameterError(f"the sweep's trial {trial.index} has other parameters than this seed and space give.")
 
     def _propose(self, index: int) -> Settings:
         from drivetrain.runtime.seeds import derive_seed
@@ -144,9 +142,7 @@ class OptunaConfig:
     def from_data(cls, data: Mapping[str, str | None]) -> "OptunaConfig":
         """Return the configuration that a journal holds; None of it may be masked."""
         if MASK in str(data.get("storage")):
-            raise ParameterError(
-                "the sweep does not store the password of its storage. Run the program again with sweep(..., resume=...)."
-            )
+            raise ParameterError("the sweep does not store the password of its storage. Use sweep(..., resume=...).")
         return cls(**{name: value for name, value in data.items() if value is not None})
 
     def make_pruner(self) -> "optuna.pruners.BasePruner":
@@ -310,7 +306,6 @@ def _new_study(config: OptunaConfig, seed: int, directions: Sequence[str]) -> "o
         optuna.logging.set_verbosity(before)
     if len(study.directions) != len(directions):
         raise ConfigError(
-            f"the study {config.study_name!r} has {len(study.directions)} objectives, this sweep has {len(directions)}. Give another "
-            "study_name."
+            f"the study {config.study_name!r} has {len(study.directions)} objectives, this sweep {len(directions)}. Give another name."
         )
     return study
