@@ -19,7 +19,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from drivetrain.core.errors import MissingExtra, nearest_name
+from drivetrain.core.errors import nearest_name
 from drivetrain.core.files import load_json
 from drivetrain.core.secret import Secret
 
@@ -269,10 +269,7 @@ def adapted_type(annotation: object) -> ValueType:
 
 
 def _adapter(annotation: object) -> tuple[Callable[[Any], Any], type[Exception]]:
-    try:
-        from pydantic import BeforeValidator, ConfigDict, PydanticUserError, TypeAdapter, ValidationError
-    except ImportError as error:
-        raise MissingExtra("pydantic", None, f"a parameter of type {annotation}") from error
+    from pydantic import BeforeValidator, ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
     def with_rules(inner: object) -> Any:
         """Apply the rules for scalars and choices inside containers, too."""

@@ -18,7 +18,6 @@ from drivetrain.core.errors import ExperimentError, ParameterError, unknown_name
 from drivetrain.core.types import Settings
 from drivetrain.experiment.cli.output import STATE_STYLES, Column, print_fitting_table, print_json, print_lines
 from drivetrain.experiment.cli.runs import (
-    DEFAULT_PLACE,
     Objective,
     RunLine,
     common_direction,
@@ -28,7 +27,7 @@ from drivetrain.experiment.cli.runs import (
 )
 from drivetrain.experiment.command_line import JSON, argument
 from drivetrain.experiment.directions import best_places, read_directions
-from drivetrain.experiment.records import STATES, change_remarks, find_runs, short_id
+from drivetrain.experiment.records import DEFAULT_PLACE, STATES, change_remarks, find_runs, short_id
 from drivetrain.experiment.reports.gather import differs, short
 
 COMPARISON = re.compile(r"[<>=~]")

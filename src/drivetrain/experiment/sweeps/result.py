@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.display import aligned, printable, shortened, spreadsheet_cell
-from drivetrain.core.errors import ExperimentError, MissingExtra
+from drivetrain.core.errors import ExperimentError, needs_package
 from drivetrain.core.files import PRIVATE_FILE, atomic_write
 from drivetrain.core.plain import plain
 from drivetrain.core.types import Settings
@@ -257,11 +257,9 @@ def read_sweep(folder: str | Path) -> SweepResult:
 
 def plot_sweep(result: SweepResult, path: Path) -> Path:
     """Draw the sweep into a PNG file; neither a display nor pyplot's global state is needed."""
-    try:
+    with needs_package("matplotlib", "demo", "a picture of a sweep"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra("matplotlib", "demo", "a picture of a sweep") from error
     if not result.goal.is_single:
         raise ExperimentError("a sweep with several objectives has no single value to plot. See result.front.")
     trials = [trial for trial in result if trial.value is not None]
