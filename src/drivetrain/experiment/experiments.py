@@ -395,9 +395,7 @@ def param_group(name: str, *parameters: object) -> Callable[[Any], Any]:
     for entry in entries:
         found = getattr(entry, "parameter", entry)
         if not isinstance(found, Parameter):
-            raise ParameterError(
-                f"param_group {name!r}: {entry!r} is not a parameter. Write parameter(...) without the @, after the help text."
-            )
+            raise ParameterError(f"param_group {name!r}: {entry!r} is not a parameter. Write parameter(...) without @.")
         made.append(found)
     return _adder(ParameterGroup(name, help, made))
 

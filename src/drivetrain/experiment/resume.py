@@ -123,9 +123,7 @@ def continue_run(record: RunRecord, resolved: Resolved, parameters: ParameterSet
     """Continue one run: use its seed and the values that were not set now, and raise for values that contradict it."""
     # Patiently: a process on another machine may have died just now.
     if record.is_live and is_locked(record.folder, assume_alive=True):
-        raise ResumeError(
-            f"the run {record.folder} is still running in another process. Wait until it ends, or use --resume never."
-        )
+        raise ResumeError(f"the run {record.folder} is still running. Wait until it ends, or use --resume never.")
     if not record.parameters:
         raise ResumeError(f"{record.folder / PARAMETERS} is damaged. Restore it, or start a new run with --checkpoint.")
     changed, differing = list[str](), list[str]()

@@ -73,7 +73,7 @@ def _resume_sweep(folder: Path, arguments: argparse.Namespace) -> int:
     for name in given:
         if name not in experiment.parameters.secrets:
             raise ParameterError(
-                f"--set {name}=...: a sweep resumes with its own parameters. Only secrets, which it does not store, can be set."
+                f"--set {name}=...: a sweep keeps its parameters; only secrets, which are not stored, can be set."
             )
     return run_sweep(functools.partial(continue_sweep, experiment, folder, params=given), arguments.json)
 
@@ -82,9 +82,7 @@ def _trusted_experiment(record: RunRecord, arguments: argparse.Namespace) -> "Ex
     """Print what continuing a run will execute, check who can have written it, and load it, which runs the file."""
     named = record.manifest.get("source")
     if not named:
-        raise ResumeError(
-            f"the run {record.folder} does not name its file. Start the program again with --resume {record.folder}."
-        )
+        raise ResumeError(f"the run {record.folder} names no file. Start the program with --resume {record.folder}.")
     if Path(named).suffix != ".py":  # a module's name would be looked for in the present folder
         raise ResumeError(f"the run {record.folder} names the file {named!r}, which is not a Python file (.py).")
     source = Path(os.path.abspath(named))

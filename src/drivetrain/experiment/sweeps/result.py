@@ -132,7 +132,7 @@ class SweepResult(list[Trial]):
         good = [trial for trial in self.ranked if trial.objectives]
         if not good:
             raise ExperimentError(
-                "no trial of this sweep has a value. Return a number, or name an entry of the returned dict: objective='...'."
+                "no trial of this sweep has a value. Return a number, or a dict and set objective='...'."
             )
         return good[0]
 

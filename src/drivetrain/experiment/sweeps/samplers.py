@@ -130,9 +130,7 @@ class OptunaConfig:
             if value is not None and (not isinstance(value, str) or not value):
                 raise ConfigError(f"{name}={value!r}: expected text, or None.")
         if self.study_name is not None and self.storage is None:
-            raise ConfigError(
-                f"study_name={self.study_name!r} without a storage has no effect: the study is kept in memory. Give storage=..."
-            )
+            raise ConfigError(f"study_name={self.study_name!r} without a storage has no effect. Give storage=...")
 
     def as_data(self) -> dict[str, str | None]:
         """Return plain values; the password of a database is masked."""
@@ -190,9 +188,7 @@ class OptunaSampler(_CountingSampler):
         with needs_package("optuna", "optuna", "sampler 'optuna'"):
             import optuna
         if space.points is not None:
-            raise ParameterError(
-                "sampler 'optuna' searches ranges, not a list of points. Give a dict such as {'lr': LogUniform(1e-4, 1e-1)}."
-            )
+            raise ParameterError("sampler 'optuna' searches ranges, not points. Give {'lr': LogUniform(1e-4, 1e-1)}.")
         self._space, self.total = space, n_trials
         directions = [direction] if isinstance(direction, str) else list(direction)
         self.study = study if study is not None else _new_study(config or OptunaConfig(), seed, directions)

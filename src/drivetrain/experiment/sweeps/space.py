@@ -94,9 +94,7 @@ class _Range(Axis):
     def __post_init__(self) -> None:
         finite = all(isinstance(end, int | float) and math.isfinite(end) for end in (self.low, self.high))
         if not finite or not self.low < self.high:
-            raise ParameterError(
-                f"{type(self).__name__}({self.low!r}, {self.high!r}): expected low < high, both finite."
-            )
+            raise ParameterError(f"{type(self).__name__}({self.low!r}, {self.high!r}): expected finite low < high.")
 
     def examples(self) -> Sequence[float]:
         return (self.low, self.high)

@@ -237,7 +237,7 @@ def make_executor(executor: str | Executor, num_processes: int | None, gpus_per_
     if executor not in EXECUTORS:
         raise ConfigError(unknown_name("executor", executor, EXECUTORS))
     if num_processes not in (None, 1) or gpus_per_trial is not None:
-        raise ConfigError("executor 'inline' runs one trial at a time in this process. Use 'pool' for several.")
+        raise ConfigError("executor 'inline' runs one trial at a time. Use executor='pool' for several.")
     return InlineExecutor()
 
 
@@ -301,7 +301,5 @@ def _time_limit(timeout: float | str | Time | None, executor: object, runner: Ex
     if limit.unit is not TimeUnit.SECOND or not 0 < limit.value < float("inf"):
         raise ConfigError(f"trial_timeout={timeout!r}: expected seconds above 0, a text such as '30m', or None.")
     if not getattr(runner, "ends_trials", False):
-        raise ConfigError(
-            f"trial_timeout={timeout!r}: the executor {executor!r} cannot end a trial. Use executor='pool'."
-        )
+        raise ConfigError(f"trial_timeout={timeout!r}: executor {executor!r} cannot end a trial. Use executor='pool'.")
     return float(limit.value)
