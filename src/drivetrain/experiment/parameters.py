@@ -173,10 +173,10 @@ class Parameter:
             shown["default"] = [own.shown(text) for own, text in zip((self, other), shown["default"])]
         return {name: " and ".join(texts) for name, texts in shown.items()}
 
-    def with_default(self, default: object) -> "Parameter":
+    def with_default(self, default: object, *, is_called: bool = False) -> "Parameter":
         """Return the same parameter with another default."""
         other = copy.copy(self)
-        other.default, other.calls_default, other.default_help = default, False, None
+        other.default, other.calls_default, other.default_help = default, is_called, None
         return other
 
     def __repr__(self) -> str:
@@ -233,8 +233,7 @@ class ParameterSet(dict[str, Parameter]):
         earlier = self.get(parameter.name)
         if earlier is not None and earlier.from_signature:
             if parameter.default is None and earlier.default is not None:
-                parameter = parameter.with_default(earlier.default)
-                parameter.calls_default = earlier.calls_default
+                parameter = parameter.with_default(earlier.default, is_called=earlier.calls_default)
             del self[parameter.name]
         for flag in parameter.flags:
             if (owner := self.owner_of(flag)) is not None:

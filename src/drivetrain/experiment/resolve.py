@@ -226,7 +226,7 @@ def masked_value(parameter: Parameter, where: str) -> str:
     )
 
 
-def _read(parameter: Parameter, given: Given) -> Any:
+def _read(parameter: Parameter, given: Given) -> object:
     where = {"cli": parameter.flag, "run": "run"}.get(given.origin, given.origin)
     if parameter.name == PARAMS_FILE and isinstance(given.value, list | tuple):
         files = [parameter.read(item, is_text=given.is_text, where=where) for item in given.value]
@@ -241,7 +241,7 @@ def _from_files(parameters: ParameterSet, explicit: Mapping[str, Given]) -> dict
     found: dict[str, Given] = {}
     files = [] if given is None or given.value is None else _read(parameters[PARAMS_FILE], given)
     for path in files if isinstance(files, list) else [files]:
-        found |= {name: entry for name, entry in reader.read(path).items() if entry.value is not None}
+        found |= {name: entry for name, entry in reader.read(Path(str(path))).items() if entry.value is not None}
     for name in choices:
         if name not in reader.used:
             raise ParameterError(

@@ -110,8 +110,8 @@ def _continue_path(given: str, resolved: Resolved, parameters: ParameterSet, for
     if (folder := run_around(path)) is not None:
         beginning = continue_run(read_run(folder), resolved, parameters, force=force)
         inside = folder != path and path != folder / "checkpoints"
-        beginning.checkpoint = path if inside else None
-        beginning.is_finished = beginning.is_finished and not inside
+        if inside:
+            beginning = replace(beginning, checkpoint=path, is_finished=False)
         return beginning
     raise ResumeError(
         f"resume: {given} is neither the folder of a run nor a checkpoint in one. Use --resume auto, the folder or short id of a run, or "

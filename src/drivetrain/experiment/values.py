@@ -297,6 +297,6 @@ def _adapter(annotation: object) -> tuple[Callable[[Any], Any], type[Exception]]
         raise BadValue(f"expected a type that pydantic can read: {error.message.rstrip('.')}") from None
     # Models ignore unknown keys unless one of them declares otherwise; here a misspelled key is an error.
     declares_extra = "extra_fields_behavior" in str(adapter.core_schema)
-    extra: Any = None if declares_extra else "forbid"
+    extra: Literal["forbid"] | None = None if declares_extra else "forbid"
     # Files hold the names of fields, whatever their aliases are.
     return functools.partial(adapter.validate_python, extra=extra, by_name=True), ValidationError
