@@ -82,7 +82,7 @@ class Parameter:
             self.value_type = declared_type(self.type) if choices is None else choice_of(choices)
         except BadValue as problem:
             raise ParameterError(f"parameter {name!r}: {problem}.") from None
-        self.container: Callable[[list[object]], Any] = list
+        self.container: Callable[[list[object]], object] = list
         """Container for the values of a `multiple` parameter."""
         self.is_standard = False
         """One of the parameters that every experiment has."""
@@ -286,7 +286,7 @@ BOOKKEEPING = frozenset(
 """Where and how a run executes, not what it computes. Changing them does not make it another run on resume."""
 
 
-def process_count(value: Any) -> int | str:
+def process_count(value: object) -> int | str:
     """Read a number of processes, or `auto`."""
     if str(value).strip().lower() == "auto":
         return "auto"
@@ -296,12 +296,12 @@ def process_count(value: Any) -> int | str:
     return number
 
 
-def folder(value: Any) -> str:
+def folder(value: object) -> str:
     """Read the name of a folder; `~` is the home folder, because shells leave it in `--output-dir=~/runs`."""
     return os.path.expanduser(read_str(value))
 
 
-def path(value: Any) -> Path:
+def path(value: object) -> Path:
     """Read a path in which `~` is the home folder."""
     return Path(os.path.expanduser(read_path(value)))
 

@@ -8,7 +8,6 @@ import logging
 from bisect import insort
 from collections.abc import Callable
 from operator import itemgetter
-from types import ModuleType
 from typing import Any
 
 from drivetrain.core.types import Settings
@@ -38,7 +37,7 @@ class App:
         """Call `callback(error)` after the main function of each run; None is a good end."""
         insort(self._callbacks["after"], (priority, callback), key=PRIORITY)
 
-    def get_api_object(self) -> ModuleType:
+    def get_api_object(self) -> object:
         """Return the package that plugins may extend with names of their own."""
         import drivetrain.experiment
 

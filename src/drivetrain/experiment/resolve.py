@@ -166,7 +166,7 @@ class _Values:
         self._known: Settings = {}
         self._open: list[str] = []  # the parameters whose references are being followed
 
-    def read(self, name: str) -> Any:
+    def read(self, name: str) -> object:
         """Return the value of a parameter."""
         if name not in self._known:
             given, parameter = self._given[name], self._parameters[name]

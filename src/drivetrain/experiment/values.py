@@ -143,7 +143,7 @@ def choice_of(values: Sequence[object]) -> ValueType:
     words = [_word_of(value) for value in values]
     contents = [value.value if isinstance(value, enum.Enum) else value for value in values]
 
-    def convert(value: object) -> Any:
+    def convert(value: object) -> object:
         # The name of a member before the value of another: files hold names.
         for spellings in (values, words, contents, [str(content) for content in contents]):
             for candidate, own in zip(values, spellings, strict=True):
@@ -186,7 +186,7 @@ def declared_type(kind: object) -> ValueType:
         raise BadValue(f"type={kind!r} is neither a type nor a function of one value")
     name = str(getattr(kind, "__name__", "value"))
 
-    def convert(value: object) -> Any:
+    def convert(value: object) -> object:
         try:
             return kind(value)
         except BadValue:
@@ -247,7 +247,7 @@ def adapted_type(annotation: object) -> ValueType:
     name = shown.__name__ if isinstance(shown, type) and origin is None else str(shown).replace("typing.", "")
     adapter = functools.cache(lambda: _adapter(annotation))
 
-    def convert(value: object) -> Any:
+    def convert(value: object) -> object:
         validate, error_type = adapter()
         try:
             return validate(value)
