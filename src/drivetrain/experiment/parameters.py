@@ -238,7 +238,7 @@ class ParameterSet(dict[str, Parameter]):
         for flag in parameter.flags:
             if (owner := self.owner_of(flag)) is not None:
                 raise ParameterError(
-                    f"parameter {parameter.name!r}: the option --{flag.replace('_', '-')} belongs to {owner.name!r}. Rename one."
+                    f"parameter {parameter.name!r}: the option --{flag.replace('_', '-')} already belongs to {owner.name!r}. Rename one."
                 )
         for other in self:
             if f"{parameter.name}.".startswith(f"{other}.") or other.startswith(f"{parameter.name}."):
