@@ -157,6 +157,8 @@ def ensure_targets_one_hot(logits: Tensor, targets: Tensor, num_classes: int | N
         )
     count = logits.shape[1] if num_classes is None else num_classes
     if torch.is_anomaly_enabled() and targets.numel() and int(targets.max()) >= count:
-        raise ConfigError(f"targets hold class {int(targets.max())}, but there are {count} classes (0 to {count - 1}).")
+        raise ConfigError(
+            f"targets hold the class {int(targets.max())}, but there are only {count} classes (0 to {count - 1})."
+        )
     classes = torch.arange(count, device=targets.device).view(1, count, *([1] * (targets.ndim - 1)))
     return (targets.unsqueeze(1) == classes).to(dtype)

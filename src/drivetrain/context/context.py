@@ -297,7 +297,9 @@ class Context(ItemHolder):
     def _check_names(self) -> None:
         hidden = _RESERVED.intersection(vars(self))
         if hidden:
-            raise ConfigError(f"{sorted(hidden)[0]!r} is a method of Context and cannot name an item. Choose another.")
+            raise ConfigError(
+                f"{sorted(hidden)[0]!r} is a method of Context and cannot be the name of an item. Choose another name."
+            )
 
     def _distribute(self, verb: str, transform: Transform) -> Self:
         if not is_distributed():

@@ -193,7 +193,10 @@ class Loading:
         finally:  # they refer to this object, and would keep the whole state until a garbage collection
             self.modules, self.optimizers = [], []
         if self._without_state:
-            warn(f"the saved state has None for {', '.join(self._without_state)}, so they keep their current values.")
+            warn(
+                f"the saved state has None for {', '.join(self._without_state)}: nothing was saved for them, so they keep their current "
+                "values."
+            )
         return self._report()
 
     def _load_objects(self) -> list[_SelfLoad]:

@@ -139,7 +139,8 @@ def unit_field(unit: TimeUnit) -> str:
     """Return the field of `Timestamp` that counts `unit` since the start of the run."""
     if unit is TimeUnit.DURATION:
         raise TimeUnitError(
-            "'dur' is a fraction of the run and is not counted here: use another unit, or the state's elapsed duration."
+            "'dur' is a fraction of the run and is not counted here: use another unit, such as 'ba' or 'ep', or the state's elapsed "
+            "duration."
         )
     return _UNIT_FIELD[unit]
 

@@ -105,7 +105,9 @@ class _Resolver:
         while position < len(path):
             match = _STEP.match(path, position)
             if match is None:
-                raise ReferenceProblem(reference.line, f"!ref <{path}>: expected names and indexes, as in <a.b[0][1]>.")
+                raise ReferenceProblem(
+                    reference.line, f"!ref <{path}>: expected names and indexes such as <a.b>, <a[0]> or <a[0][1]>."
+                )
             if isinstance(value, RefTag):
                 value = self.resolve(value)
             value = self._enter(reference, path, walked, value, match)

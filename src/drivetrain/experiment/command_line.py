@@ -152,7 +152,9 @@ def parse(argv: Sequence[str], parameters: "ParameterSet") -> Command:
             return rest.popleft()
         kind = "TEXT" if parameter is None else parameter.value_type.word
         found = "nothing" if not rest else repr(rest[0] if parameter is None else parameter.shown(rest[0]))
-        raise ParameterError(f"{flag} needs a value ({kind}), found {found}. Write a leading dash as {flag}=-...")
+        raise ParameterError(
+            f"{flag} needs a value ({kind}), found {found}. Write a value that starts with a dash as {flag}=-..."
+        )
 
     while rest:
         word = rest.popleft()

@@ -57,7 +57,9 @@ def first_declared(*sources: Mapping[str, str]) -> dict[str, str]:
 def check_direction(direction: object, name: str) -> Direction:
     """Return a direction, or raise for anything else."""
     if direction not in ("min", "max"):
-        raise ParameterError(f"direction of {name!r}: {direction!r} is not valid. Use 'min' or 'max'.")
+        raise ParameterError(
+            f"direction of {name!r}: {direction!r} is not valid. Use 'min' if smaller values are better, or 'max'."
+        )
     return direction
 
 

@@ -62,7 +62,9 @@ class _WithParameters:
 
     def __init__(self, main_function: Callable[..., object], name: str | None):
         if not callable(main_function):
-            raise ParameterError(f"an experiment needs a function, got {main_function!r}. Use @experiment on a `def`.")
+            raise ParameterError(
+                f"an experiment needs a function, got {main_function!r}. Use @experiment above a `def`."
+            )
         is_plain = isinstance(name, str) and name not in ("", ".", "..") and not any(sign in name for sign in "/\\\0")
         if name is not None and not is_plain:
             raise ParameterError(f"experiment name {name!r}: expected a plain name that can also name a folder.")
@@ -98,7 +100,8 @@ class _WithParameters:
                 self.parameters.inherit([entry for entry in memo if isinstance(entry, Parameter)], groups)
             else:
                 raise ParameterError(
-                    f"{self.name}: inherit_params got {source!r}. Expected experiments, groups or functions with @parameter."
+                    f"{self.name}: inherit_params got {source!r}. Expected an experiment, a group, a function with "
+                    "@parameter decorators, or a list of those."
                 )
 
     def add(self, entry: Parameter | ParameterGroup) -> None:
@@ -226,7 +229,9 @@ class ExperimentGroup(_WithParameters):
     def add_experiment(self, experiment: "Experiment | ExperimentGroup") -> None:
         """Add an experiment or a group; names must differ."""
         if any(experiment.name == other.name for other in self.experiments):
-            raise ParameterError(f"the group {self.name!r} already has an experiment {experiment.name!r}. Rename one.")
+            raise ParameterError(
+                f"the group {self.name!r} already has an experiment {experiment.name!r}. Rename one of them."
+            )
         self.experiments.append(experiment)
 
     @overload
@@ -395,7 +400,9 @@ def param_group(name: str, *parameters: object) -> Callable[[Any], Any]:
     for entry in entries:
         found = getattr(entry, "parameter", entry)
         if not isinstance(found, Parameter):
-            raise ParameterError(f"param_group {name!r}: {entry!r} is not a parameter. Write parameter(...) without @.")
+            raise ParameterError(
+                f"param_group {name!r}: {entry!r} is not a parameter. Write parameter(...) without the @, after the help text."
+            )
         made.append(found)
     return _adder(ParameterGroup(name, help, made))
 

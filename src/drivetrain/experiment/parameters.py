@@ -57,14 +57,22 @@ class Parameter:
         secret: bool | None = None,
     ):
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise ParameterError(f"parameter name {name!r}: expected a Python name, such as batch_size or opt.lr.")
+            raise ParameterError(
+                f"parameter name {name!r}: expected a Python name, such as batch_size; dots may join several (opt.lr)."
+            )
         if name in ("help", "print_params"):
-            raise ParameterError(f"parameter name {name!r}: this is an option of the command line. Choose another.")
+            raise ParameterError(
+                f"parameter name {name!r}: this is already an option of the command line. Choose another name."
+            )
         if is_flag and (multiple or allowed_values is not None):
             other = "multiple" if multiple else "allowed_values"
-            raise ParameterError(f"parameter {name!r}: a flag is true or false and cannot have {other}. Remove one.")
+            raise ParameterError(
+                f"parameter {name!r}: a flag is true or false and cannot have {other}. Remove one of them."
+            )
         if envvar is True or not isinstance(envvar, str | bool | None.__class__):
-            raise ParameterError(f"parameter {name!r}: envvar={envvar!r} is neither a variable name nor None.")
+            raise ParameterError(
+                f"parameter {name!r}: envvar={envvar!r} is not a variable name. Give one, such as 'MASTER_ADDR', or None."
+            )
         self.name = name
         self.required, self.is_flag, self.multiple = required, is_flag, multiple
         self.allowed_values = None if allowed_values is None else list(allowed_values)
@@ -238,11 +246,14 @@ class ParameterSet(dict[str, Parameter]):
         for flag in parameter.flags:
             if (owner := self.owner_of(flag)) is not None:
                 raise ParameterError(
-                    f"parameter {parameter.name!r}: the option --{flag.replace('_', '-')} already belongs to {owner.name!r}. Rename one."
+                    f"parameter {parameter.name!r}: the option --{flag.replace('_', '-')} already belongs to the "
+                    f"parameter {owner.name!r}. Rename one of them."
                 )
         for other in self:
             if f"{parameter.name}.".startswith(f"{other}.") or other.startswith(f"{parameter.name}."):
-                raise ParameterError(f"parameter {parameter.name!r}: {other!r} is a parameter too. Rename one.")
+                raise ParameterError(
+                    f"parameter {parameter.name!r}: {other!r} is a parameter too, and a value cannot be both. Rename one."
+                )
         self[parameter.name] = parameter
 
     def add_group(self, group: ParameterGroup) -> None:

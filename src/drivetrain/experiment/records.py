@@ -162,7 +162,8 @@ def read_run(folder: str | Path) -> RunRecord:
         if os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK):
             raise ExperimentError(f"{folder} cannot be read: it belongs to another user, who has not opened it.")
         raise ExperimentError(
-            f"{folder} is not the folder of a run: it has no {MANIFEST} and {PARAMETERS}. Give output/<experiment>/<run>."
+            f"{folder} is not the folder of a run: it has no {MANIFEST} and {PARAMETERS}. Give a folder such as "
+            "output/<experiment>/<time>_<suffix>."
         )
     from drivetrain.core.yaml import load_yaml
 

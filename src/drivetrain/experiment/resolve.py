@@ -146,7 +146,9 @@ def check_required(parameters: ParameterSet, resolved: Resolved) -> None:
     absent = absent_fields(parameters, resolved)
     for name, parameter in parameters.items():
         if parameter.required and resolved.values[name] is None and name not in absent:
-            raise ParameterError(f"the parameter {name!r} is required. Give {parameter.flag}, or {name}=...")
+            raise ParameterError(
+                f"the parameter {name!r} is required. Give {parameter.flag} on the command line, or {name}=..."
+            )
 
 
 def _first_given(name: str, parameter: Parameter, sources: Sequence[Mapping[str, Given]]) -> Given | None:
@@ -197,7 +199,8 @@ class _Values:
         other = text.strip() if text.strip() in self._parameters else text.strip().replace("-", "_")
         if other not in self._parameters:
             raise ParameterError(
-                f"{given.origin}: {name} refers to ${{{text}}}: {unknown_parameter(text.strip(), self._parameters)} Plain text is $${...}."
+                f"{given.origin}: {name} refers to ${{{text}}}: {unknown_parameter(text.strip(), self._parameters)} Plain text is "
+                "written $${...}."
             )
         if self._parameters[other].is_secret and not self._parameters[name].is_secret:
             raise ParameterError(f"{given.origin}: {name} refers to {other}, a secret, which would be written with it.")

@@ -85,7 +85,9 @@ def choose_run_start(
 def _new_run(resolved: Resolved, *notes: str) -> RunStart:
     checkpoint = resolved.values["checkpoint"]
     if checkpoint is not None and not checkpoint.exists():
-        raise ParameterError(f"checkpoint: {checkpoint} does not exist. Give one, or --resume to continue a run.")
+        raise ParameterError(
+            f"checkpoint: {checkpoint} does not exist. Give a checkpoint, or --resume to continue a run."
+        )
     return RunStart(notes=list(notes))
 
 
@@ -123,9 +125,15 @@ def continue_run(record: RunRecord, resolved: Resolved, parameters: ParameterSet
     """Continue one run: use its seed and the values that were not set now, and raise for values that contradict it."""
     # Patiently: a process on another machine may have died just now.
     if record.is_live and is_locked(record.folder, assume_alive=True):
-        raise ResumeError(f"the run {record.folder} is still running. Wait until it ends, or use --resume never.")
+        raise ResumeError(
+            f"the run {record.folder} is still running in another process, which holds its lock. Wait until it ends, or "
+            "start another run with --resume never."
+        )
     if not record.parameters:
-        raise ResumeError(f"{record.folder / PARAMETERS} is damaged. Restore it, or start a new run with --checkpoint.")
+        raise ResumeError(
+            f"{record.folder / PARAMETERS} is damaged, so the values of this run are not known. Restore the file, or start a new run "
+            "from a checkpoint with --checkpoint."
+        )
     changed, differing = list[str](), list[str]()
     for name, parameter in parameters.items():
         if name in BOOKKEEPING or name not in record.parameters:

@@ -58,14 +58,18 @@ def run_path(output_dir: str | os.PathLike[str], experiment: str, run_name: str 
         or any(sign in name for sign in "/\\\0")
         or len(name.encode(errors="replace")) > 200
     ):
-        raise ParameterError(f"run_name: {name!r} cannot name a folder. Give one such as 'baseline'.")
+        raise ParameterError(
+            f"run_name: {name!r} cannot name a folder. Give one plain name, such as 'baseline'; set the folder with --output-dir."
+        )
     return Path(output_dir).resolve() / experiment / name
 
 
 def check_is_new(folder: Path) -> None:
     """Raise where the folder of a new run exists already."""
     if folder.exists() or folder.is_symlink():
-        raise ExperimentError(f"the run folder {folder} already exists. Use another --run-name, or --resume {folder}.")
+        raise ExperimentError(
+            f"the run folder {folder} already exists. Choose another --run-name, or resume that run with --resume {folder}."
+        )
 
 
 def make_folder(folder: Path) -> None:

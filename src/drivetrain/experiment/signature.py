@@ -71,7 +71,8 @@ class CallSignature:
             name = argument.name
             if argument.kind is argument.VAR_POSITIONAL:
                 raise ParameterError(
-                    f"{function.__name__}(*{name}): parameters are passed by name. Use a list: {name}: list[str]."
+                    f"{function.__name__}(*{name}): parameters are passed by name, so *{name} would always be empty. "
+                    f"Use a list: {name}: list[str]."
                 )
             if argument.kind is not argument.VAR_KEYWORD:
                 self._declare(name, hints.get(name, MISSING), argument.default, self._help.get(name))
@@ -126,7 +127,8 @@ class CallSignature:
             return
         if annotation is MISSING and default is MISSING:
             raise ParameterError(
-                f"{self.function.__name__}: {name!r} has neither annotation nor default. Write {name}: float, or {name}=0.1."
+                f"{self.function.__name__}: the parameter {name!r} has neither annotation nor default, so its type is "
+                f"unknown. Write {name}: float, or {name}=0.1."
             )
         parameter = _parameter(name, annotation, default, extra, help, constraints)
         parameter.from_signature = True

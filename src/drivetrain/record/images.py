@@ -57,7 +57,8 @@ def check_image(image: Any) -> Any:
         is_known = image.dtype in (np.uint8, np.bool_) or np.issubdtype(image.dtype, np.floating)
     if not is_known:
         raise ConfigError(
-            f"the image has the type {image.dtype}; expected uint8, or floats from 0 to 1. Convert it with .to(torch.uint8)."
+            f"the image has the type {image.dtype}; expected uint8, or floats between 0 and 1. Convert it with "
+            ".to(torch.uint8) or divide it by its largest value."
         )
     if image.ndim == 4 and image.shape[0] == 1:
         image = image[0]
@@ -85,7 +86,9 @@ def encode_image(image: Any, tag: str, warned: set[str]) -> bytes:
         low, high = float(image.min()), float(image.max())
         if not (low >= -1e-3 and high <= 1 + 1e-3) and tag not in warned:  # NaN also ends up here
             warned.add(tag)
-            logger.warning("image %r: values from %g to %g are clipped to [0, 1]; scale them first.", tag, low, high)
+            logger.warning(
+                "image %r: values from %g to %g are clipped to [0, 1]; scale them to [0, 1] first.", tag, low, high
+            )
         image = (np.clip(np.nan_to_num(image), 0, 1) * 255 + 0.5).astype(np.uint8)
     return encode_png(image)
 

@@ -283,7 +283,9 @@ class Recorder:
     def _add(self, kind: str, tag: str, value: object) -> None:
         stream, now = self._stream, time.monotonic()
         if stream.is_closed:
-            raise ExperimentError(f"{kind}({tag!r}): this Recorder is closed. Record before that, or create a new one.")
+            raise ExperimentError(
+                f"{kind}({tag!r}): this Recorder is closed. Record before close() and before its run ends, or create a new one."
+            )
         stream.rows.append(Row(kind, tag, value, self._count, now))
         self._recorded = True
         if now >= stream.due:
@@ -353,7 +355,10 @@ def _claimed_folder(output_dir: str | Path | None) -> Path:
     if output_dir is not None:
         folder = Path(output_dir).absolute()
         if folder in _open_folders:
-            raise ConfigError(f"output_dir={str(output_dir)!r} belongs to a Recorder that is still open. Close it.")
+            raise ConfigError(
+                f"output_dir={str(output_dir)!r} belongs to a Recorder that is still open. Use that one, close() it, or give this one "
+                "another folder."
+            )
         return folder
     run = current_run()
     if run is None:

@@ -65,7 +65,9 @@ class TensorBoardSink:
         self._event, self._summary = event_pb2.Event, summary_pb2
         self._tensor, self._shape = tensor_pb2.TensorProto, tensor_shape_pb2.TensorShapeProto
         if encodable(str(folder)) != str(folder):
-            logger.warning("TensorBoard cannot write to %s, whose name is not UTF-8; other files have it all.", folder)
+            logger.warning(
+                "TensorBoard cannot write to %s, whose name is not UTF-8; the other files have it all.", folder
+            )
             return
         make_inner_folder(folder, folder / FOLDER)
         self._writer = EventFileWriter(str(folder / FOLDER), max_queue_size=_QUEUE)

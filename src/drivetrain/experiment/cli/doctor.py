@@ -95,16 +95,20 @@ def doctor(arguments: argparse.Namespace) -> int:
         from drivetrain.experiment.cli.resume_check import check_resume
 
         if subject is None:
-            raise ConfigError("--resume-check needs a TARGET: an experiment, or a factory such as train.py:build.")
+            raise ConfigError(
+                "--resume-check needs a TARGET: an experiment, or a function that returns a Trainer, such as train.py:build."
+            )
         return print_checks(check_resume(subject, arguments.resume_check, arguments.options), as_json=arguments.json)
     if arguments.options:
-        raise ConfigError(f"{arguments.options[0]!r} is not a known option. Options come before RUN.")
+        raise ConfigError(
+            f"{arguments.options[0]!r} is not a known option. Options come before RUN, or belong to --resume-check N TARGET."
+        )
     if subject is None:
         checks = itertools.chain(_packages(), _devices(), _processes(), _places(arguments.output_dir), _tools())
         return print_checks(checks, as_json=arguments.json)
     if not os.path.isdir(subject) and (subject.endswith(".py") or ":" in subject):
         raise ConfigError(
-            f"{subject} is not a run folder. For a program: drivetrain doctor --resume-check 20 {subject}"
+            f"{subject} is not a run folder. To check whether a program resumes exactly: drivetrain doctor --resume-check 20 {subject}"
         )
     return print_checks(check_run(find_run(subject)), as_json=arguments.json)
 

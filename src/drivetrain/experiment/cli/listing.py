@@ -69,7 +69,9 @@ def ls(arguments: argparse.Namespace) -> None:
     places = list(itertools.takewhile(os.path.isdir, arguments.words))
     words = arguments.words[len(places) :]
     if words and not places and not COMPARISON.search(words[0]):
-        raise ExperimentError(f"there is no folder {words[0]}. Give the --output-dir of your runs ({DEFAULT_PLACE}).")
+        raise ExperimentError(
+            f"there is no folder {words[0]}. Give the --output-dir of your runs, by default {DEFAULT_PLACE}."
+        )
     condition = " ".join(words)
     found = {record.folder.resolve(): record for place in places or [DEFAULT_PLACE] for record in find_runs(place)}
     if arguments.limit is not None and arguments.limit < 1:

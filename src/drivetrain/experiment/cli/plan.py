@@ -113,7 +113,9 @@ def _find(target: str, made: object, arguments: argparse.Namespace) -> "Strategy
         requests["memory_budget"] = float(requests["memory_budget"])
     world = 1 if arguments.world_size is None else arguments.world_size
     if world < 1 or (arguments.batch_size is not None and arguments.batch_size < 1):
-        raise ExperimentError(f"--world-size {world}, --batch-size {arguments.batch_size}: expected at least 1.")
+        raise ExperimentError(
+            f"--world-size {world}, --batch-size {arguments.batch_size}: expected whole numbers of at least 1."
+        )
     size = arguments.batch_size
     if isinstance(made, Trainer):
         return _for_trainer(target, made, device, world, size, requests)
@@ -182,7 +184,9 @@ def _read(file: str) -> "Strategy":
     from drivetrain.strategy.value import Strategy
 
     if not os.path.isfile(file):
-        raise ExperimentError(f"there is no file {file}. Expected a plan as JSON, such as --out writes.")
+        raise ExperimentError(
+            f"there is no file {file}. Expected a plan as JSON, as --out and save_strategy_to_file write it."
+        )
     return Strategy.load(os.path.abspath(file))
 
 

@@ -67,13 +67,15 @@ def _resume_sweep(folder: Path, arguments: argparse.Namespace) -> int:
 
     record = next(find_runs(folder), None)
     if record is None:
-        raise ResumeError(f"the sweep {folder} has no trial that names its program. Use `drivetrain sweep ...` again.")
+        raise ResumeError(
+            f"the sweep {folder} has no trial yet that names its program. Start it again with `drivetrain sweep ...`."
+        )
     experiment = _trusted_experiment(record, arguments)
     given = dict(_changes(experiment, arguments))
     for name in given:
         if name not in experiment.parameters.secrets:
             raise ParameterError(
-                f"--set {name}=...: a sweep keeps its parameters; only secrets, which are not stored, can be set."
+                f"--set {name}=...: a sweep resumes with its own parameters. Only secrets, which it does not store, can be set."
             )
     return run_sweep(functools.partial(continue_sweep, experiment, folder, params=given), arguments.json)
 

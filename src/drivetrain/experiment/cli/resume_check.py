@@ -33,7 +33,9 @@ NOT_STATE = ("_wct", "elapsed", "seconds", "time")
 def check_resume(target: str, num_steps: int, words: list[str]) -> Iterator[Check]:
     """Yield the verdict for a target."""
     if num_steps < LEAST_STEPS:
-        raise ConfigError(f"--resume-check {num_steps}: expected at least {LEAST_STEPS} steps, half for each part.")
+        raise ConfigError(
+            f"--resume-check {num_steps}: expected at least {LEAST_STEPS} steps, half before and half after the kill."
+        )
     from drivetrain.experiment.experiments import Experiment, ExperimentGroup
 
     found = find_target(target)
@@ -42,7 +44,9 @@ def check_resume(target: str, num_steps: int, words: list[str]) -> Iterator[Chec
     elif callable(found):
         yield _check_factory(found, target, num_steps)
     else:
-        raise ConfigError(f"{target} is a {type(found).__name__}; expected an experiment or a factory of a Trainer.")
+        raise ConfigError(
+            f"{target} is a {type(found).__name__}; expected an experiment, or a function that returns a Trainer."
+        )
 
 
 def _check_factory(build: Callable[[], Any], target: str, num_steps: int) -> Check:

@@ -145,7 +145,9 @@ def _sampler(arguments: argparse.Namespace, space: Mapping[str, "Axis"]) -> "str
         return arguments.sampler or ("grid" if all(isinstance(axis, Choice) for axis in space.values()) else "random")
     if arguments.sampler not in (None, "optuna"):
         option = f"--{next(iter(given)).replace('_', '-')}"
-        raise ParameterError(f"{option} is an option of Optuna, but --sampler is {arguments.sampler}. Remove one.")
+        raise ParameterError(
+            f"{option} is an option of Optuna, but --sampler is {arguments.sampler}. Remove one of them."
+        )
     from drivetrain.experiment.sweeps.samplers import OptunaConfig
 
     return OptunaConfig(**given)

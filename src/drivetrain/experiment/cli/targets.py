@@ -58,7 +58,9 @@ def find_experiment(target: str, words: list[str]) -> tuple[Any, list[str]]:
         found = found._find(rest[0] if rest else None)
         rest = rest[1:]
     if not isinstance(found, Experiment):
-        raise ExperimentError(f"{target} is a {type(found).__name__}, not an experiment. Put @experiment above it.")
+        raise ExperimentError(
+            f"{target} is a {type(found).__name__}, not an experiment. Put @experiment above its function, or name another one."
+        )
     return found, rest
 
 
@@ -124,9 +126,11 @@ def _only_experiment(module: ModuleType, target: str) -> object:
     if len(different) == 1:
         return next(iter(different.values()))
     if not found:
-        raise ExperimentError(f"{target} defines no experiment. Put @experiment on a function, or use {target}:name.")
+        raise ExperimentError(
+            f"{target} defines no experiment. Put @experiment above a function, or name an attribute: {target}:name."
+        )
     raise ExperimentError(
-        f"{target} defines several experiments: {', '.join(found)}. Use {target}:{next(iter(found))}."
+        f"{target} defines several experiments: {', '.join(found)}. Name one: {target}:{next(iter(found))}."
     )
 
 

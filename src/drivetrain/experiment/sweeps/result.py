@@ -127,12 +127,14 @@ class SweepResult(list[Trial]):
         """The trial with the best value."""
         if not self.goal.is_single:
             raise ExperimentError(
-                f"a sweep with the objectives {', '.join(self.goal.names)} has no single best trial. See result.front."
+                f"a sweep with the objectives {', '.join(self.goal.names)} has no single best trial. result.front holds the "
+                "Pareto front."
             )
         good = [trial for trial in self.ranked if trial.objectives]
         if not good:
             raise ExperimentError(
-                "no trial of this sweep has a value. Return a number, or a dict and set objective='...'."
+                "no trial of this sweep has a value. Let the experiment return a number, or return a dict and name the entry "
+                "with objective='...'."
             )
         return good[0]
 
@@ -250,7 +252,7 @@ def read_sweep(folder: str | Path) -> SweepResult:
     for trial in trials:
         if trial.objectives and len(trial.objectives) != count:
             raise ExperimentError(
-                f"the journal in {folder} has {count} objectives, but trial {trial.index} has {len(trial.objectives)}."
+                f"the journal in {folder} has {count} objectives, but trial {trial.index} has another number of values."
             )
     return SweepResult(trials, goal=goal, folder=Path(folder))
 
@@ -261,7 +263,9 @@ def plot_sweep(result: SweepResult, path: Path) -> Path:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     if not result.goal.is_single:
-        raise ExperimentError("a sweep with several objectives has no single value to plot. See result.front.")
+        raise ExperimentError(
+            "a sweep with several objectives has no single value to plot. result.front holds its best trials."
+        )
     trials = [trial for trial in result if trial.value is not None]
     if not trials:
         raise ExperimentError("no trial of this sweep has a value, so there is nothing to draw.")

@@ -99,7 +99,9 @@ class RandomSampler(_CountingSampler):
         """Count a trial that was drawn before, and check that it was drawn from here."""
         super().replay(trial)
         if plain(self._propose(trial.index)) != plain(trial.params):
-            raise ParameterError(f"the sweep's trial {trial.index} has other parameters than this seed and space give.")
+            raise ParameterError(
+                f"the sweep's trial {trial.index} has different parameters from those that this seed and space produce."
+            )
 
     def _propose(self, index: int) -> Settings:
         from drivetrain.runtime.seeds import derive_seed
@@ -130,7 +132,9 @@ class OptunaConfig:
             if value is not None and (not isinstance(value, str) or not value):
                 raise ConfigError(f"{name}={value!r}: expected text, or None.")
         if self.study_name is not None and self.storage is None:
-            raise ConfigError(f"study_name={self.study_name!r} without a storage has no effect. Give storage=...")
+            raise ConfigError(
+                f"study_name={self.study_name!r} without a storage has no effect: the study is kept in memory. Give storage=..."
+            )
 
     def as_data(self) -> dict[str, str | None]:
         """Return plain values; the password of a database is masked."""
@@ -140,7 +144,9 @@ class OptunaConfig:
     def from_data(cls, data: Mapping[str, str | None]) -> "OptunaConfig":
         """Return the configuration that a journal holds; None of it may be masked."""
         if MASK in str(data.get("storage")):
-            raise ParameterError("the sweep does not store the password of its storage. Use sweep(..., resume=...).")
+            raise ParameterError(
+                "the sweep does not store the password of its storage. Run the program again with sweep(..., resume=...)."
+            )
         return cls(**{name: value for name, value in data.items() if value is not None})
 
     def make_pruner(self) -> "optuna.pruners.BasePruner":
@@ -188,7 +194,9 @@ class OptunaSampler(_CountingSampler):
         with needs_package("optuna", "optuna", "sampler 'optuna'"):
             import optuna
         if space.points is not None:
-            raise ParameterError("sampler 'optuna' searches ranges, not points. Give {'lr': LogUniform(1e-4, 1e-1)}.")
+            raise ParameterError(
+                "sampler 'optuna' searches ranges, not a list of points. Give a dict such as {'lr': LogUniform(1e-4, 1e-1)}."
+            )
         self._space, self.total = space, n_trials
         directions = [direction] if isinstance(direction, str) else list(direction)
         self.study = study if study is not None else _new_study(config or OptunaConfig(), seed, directions)
@@ -300,6 +308,7 @@ def _new_study(config: OptunaConfig, seed: int, directions: Sequence[str]) -> "o
         optuna.logging.set_verbosity(before)
     if len(study.directions) != len(directions):
         raise ConfigError(
-            f"the study {config.study_name!r} has {len(study.directions)} objectives, this sweep {len(directions)}. Give another name."
+            f"the study {config.study_name!r} has {len(study.directions)} objectives, this sweep has {len(directions)}. Give another "
+            "study_name."
         )
     return study

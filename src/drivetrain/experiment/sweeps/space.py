@@ -94,7 +94,9 @@ class _Range(Axis):
     def __post_init__(self) -> None:
         finite = all(isinstance(end, int | float) and math.isfinite(end) for end in (self.low, self.high))
         if not finite or not self.low < self.high:
-            raise ParameterError(f"{type(self).__name__}({self.low!r}, {self.high!r}): expected finite low < high.")
+            raise ParameterError(
+                f"{type(self).__name__}({self.low!r}, {self.high!r}): expected two finite numbers, the smaller one first."
+            )
 
     def examples(self) -> Sequence[float]:
         return (self.low, self.high)
@@ -270,7 +272,9 @@ def make_space(space: object, parameters: ParameterSet) -> ParameterSpace:
     """Read what a user gave: a list of dicts, or a mapping of names to axes, lists and constants."""
     if isinstance(space, Mapping):
         if not space:
-            raise ParameterError("the space of a sweep is empty. Give a parameter, as in {'lr': Choice(0.1, 0.2)}.")
+            raise ParameterError(
+                "the space of a sweep is empty. Give at least one parameter, as in {'lr': Choice(0.1, 0.2)}."
+            )
         axes = {}
         for name, value in full_names(space, parameters).items():
             values = value if isinstance(value, list | tuple) else [value]
@@ -279,7 +283,8 @@ def make_space(space: object, parameters: ParameterSet) -> ParameterSpace:
     points = list(space) if isinstance(space, list | tuple) else None
     if not points or not all(isinstance(point, Mapping) for point in points):
         raise ParameterError(
-            f"the space of a sweep cannot be {space!r}. Expected a list of dicts, or a dict such as {{'lr': LogUniform(1e-4, 1e-1)}}."
+            f"the space of a sweep cannot be {space!r}. Expected a list of parameter dicts (see param_matrix), or a dict such as "
+            "{'lr': LogUniform(1e-4, 1e-1)}."
         )
     return ParameterSpace(tuple(full_names(point, parameters) for point in points), {})
 
@@ -294,7 +299,9 @@ def check_space(experiment: "Experiment", space: ParameterSpace, fixed: Mapping[
     for sample in samples:
         for name, given in given_in_python(sample, experiment.parameters, "sweep", takes_choices=True).items():
             if name in OWN_FOLDER:
-                raise ParameterError(f"sweep: {name} is set by the sweep itself, which gives each trial a folder.")
+                raise ParameterError(
+                    f"sweep: {name} is set by the sweep itself, which gives every trial its own folder."
+                )
             if name not in experiment.parameters:  # a choice of a config group, which needs the parameter file
                 whole = {other: axis.examples()[0] for other, axis in space.axes.items()}
                 experiment.resolve({**fixed, **whole, **sample})

@@ -135,7 +135,9 @@ def continue_sweep(
     fixed = {**(header.get("params") or {}), **(params or {})}
     masks = [name for name in fixed if name in experiment.parameters.secrets and name not in (params or {})]
     if masks:
-        raise ParameterError(f"the sweep {folder} does not store {masks[0]}, a secret. Set it: --set {masks[0]}=...")
+        raise ParameterError(
+            f"the sweep {folder} does not store the value of {masks[0]}, a secret. Set it again: --set {masks[0]}=..."
+        )
     if space is None or start.get("executor") not in EXECUTORS or header.get("sampler") not in NAMES:
         raise ParameterError(
             f"the sweep {folder} cannot be continued from its journal alone: its space, sampler or executor is a Python object of the "
@@ -187,7 +189,9 @@ def make_sampler(
     if name == "grid":
         return GridSampler(space, n_trials)
     if n_trials is None:
-        raise ParameterError(f"sampler {name!r} has no end. Give the number of trials: n_trials=20 (--trials 20).")
+        raise ParameterError(
+            f"sampler {name!r} has no natural end. Give the number of trials: n_trials=20 (--trials 20)."
+        )
     if name == "random":
         return RandomSampler(space, n_trials, seed)
     config = None if isinstance(sampler, str) else sampler
@@ -237,7 +241,9 @@ def make_executor(executor: str | Executor, num_processes: int | None, gpus_per_
     if executor not in EXECUTORS:
         raise ConfigError(unknown_name("executor", executor, EXECUTORS))
     if num_processes not in (None, 1) or gpus_per_trial is not None:
-        raise ConfigError("executor 'inline' runs one trial at a time. Use executor='pool' for several.")
+        raise ConfigError(
+            "executor 'inline' runs one trial at a time in this process. Use executor='pool' for several."
+        )
     return InlineExecutor()
 
 
@@ -253,7 +259,8 @@ def make_goal(experiment: "Experiment", objective: object, direction: object, re
     expected = max(1, len(names))
     if given and len(given) != expected:
         raise ConfigError(
-            f"direction={direction!r} has {len(given)} entries for {expected} objectives. Give one for each, or None."
+            f"direction={direction!r} has {len(given)} entries for {expected} objectives. Give one for each, or None where the name "
+            "shows the direction."
         )
     if not given and resume is not None:
         earlier = Goal.from_data(names or None, read_journal(Path(resume))[0].get("direction"))
@@ -285,7 +292,8 @@ def _earlier_trials(folder: Path, header: Mapping[str, object]) -> list[Trial]:
     for name in SAME:
         if earlier.get(name) != now[name]:
             raise ParameterError(
-                f"the sweep {folder} was made with {name}={earlier.get(name)!r}, now it is {now[name]!r}. Use the same, or a new sweep."
+                f"the sweep {folder} was made with {name}={earlier.get(name)!r}, now it is {now[name]!r}. Resume it with the same value, "
+                "or start a new one."
             )
     return trials
 
@@ -299,7 +307,12 @@ def _time_limit(timeout: float | str | Time | None, executor: object, runner: Ex
     except (ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"trial_timeout={timeout!r}: {error}") from error
     if limit.unit is not TimeUnit.SECOND or not 0 < limit.value < float("inf"):
-        raise ConfigError(f"trial_timeout={timeout!r}: expected seconds above 0, a text such as '30m', or None.")
+        raise ConfigError(
+            f"trial_timeout={timeout!r}: expected seconds above 0, a text such as '30m' or '2h', or None."
+        )
     if not getattr(runner, "ends_trials", False):
-        raise ConfigError(f"trial_timeout={timeout!r}: executor {executor!r} cannot end a trial. Use executor='pool'.")
+        raise ConfigError(
+            f"trial_timeout={timeout!r}: the executor {executor!r} cannot end a trial. Use executor='pool', which runs each "
+            "trial in its own process."
+        )
     return float(limit.value)
