@@ -67,7 +67,7 @@ def test_functions_read_and_a_pair_of_functions_also_sets():
     assert batch_set((1, 2), (getter, setter), 5) == (5, 2)
     with pytest.raises(RuntimeError, match=r"pair \(getter, setter\)"):
         batch_set((1, 2), getter, 5)
-    with pytest.raises(ValueError, match="3 entries"):
+    with pytest.raises(ValueError, match="getter, setter"):
         batch_get((1, 2), (getter, setter, getter))
 
 

@@ -1,8 +1,10 @@
 """Command lines: what they mean, how help looks, and how mistakes are explained."""
 
+import importlib.machinery
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from drivetrain.core.errors import ConfigError, DrivetrainError, ParameterError
 from drivetrain.experiment import experiment, group, param_group, parameter, read_run
-from drivetrain.experiment.command_line import parse
+from drivetrain.experiment.command_line import parse, program_name
 from drivetrain.experiment.resolve import resolve
 
 
@@ -111,8 +113,8 @@ def test_mistakes_are_explained_and_end_with_status_2(argv, words, capsys):
     [
         (["--resume", "nowhere"], "resume: nowhere is neither the folder of a run"),
         (["--resume", "nowhere", "--distributed", "--nproc-per-node", "2"], "resume: nowhere is neither the folder"),
-        (["--run-name", "taken"], "already exists. Choose another --run-name"),
-        (["--run-name", "taken", "--distributed"], "already exists. Choose another --run-name"),
+        (["--run-name", "taken"], "already exists. Use another --run-name"),
+        (["--run-name", "taken", "--distributed"], "already exists. Use another --run-name"),
         (["--distributed", "--node-rank", "3"], "node_rank=3 does not fit nnodes=1"),
         (["--device", "cuda:99"], "cuda"),
         (["--output-dir", "file"], "cannot create the run folder"),
@@ -228,7 +230,7 @@ def test_a_parameter_called_force_takes_the_word_over(tmp_path):
     made = experiment(_with_force)
     assert made.cli(["--output-dir", str(tmp_path), "--force"]) is True
     assert "--force, --no-force" in made.help()
-    with pytest.raises(ParameterError, match="already an option of the command line"):
+    with pytest.raises(ParameterError, match="an option of the command line"):
         parameter("help")
 
 
@@ -318,3 +320,15 @@ def test_the_command_of_a_run_in_a_group_names_the_experiment(tmp_path):
 
     tools.cli(["fit", "--x", "2", "--output-dir", str(tmp_path), "--run-name", "a"], program="tools")
     assert read_run(tmp_path / "fit" / "a").manifest["argv"][:3] == ["tools fit", "--x", "2"]
+
+
+def test_a_debugger_and_a_profiler_start_a_program_under_its_own_name(monkeypatch):
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", ["/work/train.py"])
+    del main.__spec__  # as pdb does
+    assert program_name() == "python train.py"
+    main.__spec__ = importlib.machinery.ModuleSpec("cProfile", None, origin="/lib/cProfile.py")
+    assert program_name() == "python train.py"
+    main.__spec__ = importlib.machinery.ModuleSpec("pack.train", None, origin="/work/train.py")
+    assert program_name() == "python -m pack.train"

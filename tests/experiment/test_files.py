@@ -114,7 +114,7 @@ def test_errors_name_file_and_line(tmp_path):
             values_of(text, tmp_path)
     with pytest.raises(ParameterError, match="no file"):
         train.resolve({"params_file": tmp_path / "missing.yaml"})
-    with pytest.raises(ParameterError, match="expected the path"):
+    with pytest.raises(ParameterError, match="expected a path"):
         train.resolve({"params_file": 3})
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import drivetrain as dt
-from drivetrain.core.errors import ParameterError, ResumeError
+from drivetrain.core.errors import ExperimentError, ParameterError, ResumeError
 from drivetrain.core.locking import FolderLock
 from drivetrain.experiment import Param, experiment, find_runs, read_run
 from drivetrain.runtime import current_run
@@ -318,7 +318,7 @@ def test_a_default_without_a_plain_form_is_itself_again(tmp_path):
 def test_an_id_of_several_runs_is_named_with_them(tmp_path):
     for name in ("base-1", "base-2"):
         experiment_named("twice", lambda: None).run(output_dir=str(tmp_path), run_name=name)
-    with pytest.raises(ResumeError, match="base names 2 runs.*base-1, .*base-2"):
+    with pytest.raises(ExperimentError, match=r"(?s)base names 2 folders.*base-1.*base-2"):
         experiment_named("twice", lambda: None).run(output_dir=str(tmp_path), resume="base")
 
 

@@ -185,8 +185,14 @@ def test_failures_stop_no_other_trial_and_are_named_at_the_end(tmp_path):
 
 
 def test_a_missing_objective_fails_the_trial(tmp_path):
-    with pytest.raises(SweepError, match=r"no objective 'los'.*loss, accuracy"):
-        sweep(bowl, {"size": [1]}, params=place(tmp_path), objective="los")
+    with pytest.raises(SweepError, match=r"no objective 'seconds'.*loss, accuracy"):
+        sweep(bowl, {"size": [1]}, params=place(tmp_path), objective="seconds")
+
+
+def test_a_misspelled_objective_ends_the_sweep_after_the_first_trial(tmp_path):
+    with pytest.raises(ParameterError, match=r"no objective 'acuracy'.*Did you mean objective='accuracy'"):
+        sweep(bowl, {"size": [1, 2, 3]}, params=place(tmp_path), objective="acuracy")
+    assert len(CALLS) == 1
 
 
 def test_retries_continue_first_from_the_folder_then_begin_anew(tmp_path):
@@ -402,7 +408,7 @@ def test_a_sweep_of_the_earlier_default_is_resumed_in_its_own_direction(tmp_path
     [
         (["min", "max", "min"], {}, "one direction"),
         ("upwards", {}, "'min' or 'max'"),
-        ("min", {"a": 1.0, "b": 2.0}, "trial 0 has another number of values"),
+        ("min", {"a": 1.0, "b": 2.0}, r"2 objectives, but trial 0 has 1|1 objectives, but trial 0 has 2"),
     ],
 )
 def test_a_journal_whose_objectives_do_not_fit_is_rejected(direction, values, message, tmp_path):

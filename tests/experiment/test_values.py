@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, computed_field
 
 from drivetrain.core.errors import ParameterError
+from drivetrain.core.plain import plain
 from drivetrain.experiment import Parameter
 from drivetrain.experiment.values import BadValue, annotated_type
 
@@ -44,6 +45,15 @@ class Point(BaseModel):
 
 class Loose(BaseModel, extra="allow"):
     x: int = 0
+
+
+class Aliased(BaseModel):
+    size: int = Field(3, alias="batch-size")
+
+    @computed_field
+    @property
+    def double(self) -> int:
+        return 2 * self.size
 
 
 @dataclass
@@ -187,6 +197,12 @@ def test_multiple_takes_any_container_of_items(given):
 
 def test_a_model_that_allows_unknown_keys_gets_them():
     assert read(Loose, '{"x": 1, "z": 2}').model_extra == {"z": 2}
+
+
+def test_a_model_with_an_alias_and_a_computed_field_is_read_as_it_was_written():
+    made = Aliased(**{"batch-size": 5})
+    assert plain(made) == {"size": 5}
+    assert read(Aliased, plain(made), is_text=False) == made == read(Aliased, '{"batch-size": 5}')
 
 
 def test_help_names_the_members_of_a_union():

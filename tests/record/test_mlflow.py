@@ -1,5 +1,6 @@
 """MLflow's folder store, read back with its client."""
 
+import contextlib
 import os
 
 import pytest
@@ -134,6 +135,24 @@ def test_a_tag_longer_than_mlflow_takes_loses_no_other_metric(tmp_path):
     (run,) = found.search_runs([found.get_experiment_by_name("drivetrain").experiment_id])
     short = next(name for name in run.data.metrics if name.startswith("layer"))
     assert run.data.metrics == {"loss": 0.5, "accuracy": 0.25, short: 1.0} and len(short) <= 250
+
+
+def test_a_batch_that_is_rejected_twice_does_not_hold_up_the_next_one(tmp_path):
+    sink, sent = MlflowSink(), []
+
+    class Server:
+        def log_batch(self, run_id, metrics):
+            if any(metric.value < 0 for metric in metrics):
+                raise ValueError("rejected")
+            sent.extend(metric.value for metric in metrics)
+
+    sink._client, sink.run_id = Server(), "run"
+    for values in ([-1.0], [], [2.0]):
+        for value in values:
+            sink.scalar("x", value, 0, 0.0)
+        with contextlib.suppress(ValueError):
+            sink.flush()
+    assert sent == [2.0]
 
 
 def test_metrics_that_could_not_be_sent_are_sent_the_next_time(tmp_path, monkeypatch):

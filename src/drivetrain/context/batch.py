@@ -104,7 +104,7 @@ def _as_pair(key: object) -> tuple[Getter, Getter] | None:
         return None
     if len(key) != 2 or not all(callable(one) for one in key):
         raise ValueError(
-            f"a batch key made of functions is a pair (getter, setter); got {len(key)} entries: {[_name(one) for one in key]}."
+            f"a batch key made of functions is a pair (getter, setter); got {[_name(one) for one in key]}."
         )
     getter, setter = (one for one in key if callable(one))
     return getter, setter

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from drivetrain.context.kinds import ItemHolder, Kind
 from drivetrain.context.loading import MODULE_KIND, OTHER_KIND, Loading, LoadReport, Saving, kind_of, walk
 from drivetrain.context.moving import move_optimizer_state
+from drivetrain.core.display import aligned
 from drivetrain.core.errors import ConfigError, ExperimentError, ResumeError, unknown_name
 from drivetrain.core.types import Item, Settings, StateDict
 from drivetrain.module.sharding import rebind_optimizer
@@ -267,8 +268,7 @@ class Context(ItemHolder):
             saved = "no (excluded)" if name in self._excluded else kind.saved_as(item)
             device, wrapper = str(kind.device(item) or "-"), kind.wrapper(item) or "-"
             rows.append((name, kind.name, kind.describe(item), device, wrapper, saved))
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+        return "\n".join(aligned(rows))
 
     def items(self) -> ItemsView[str, Any]:
         """Return the registered items and their names."""

@@ -211,7 +211,8 @@ class OtherKind(Kind):
         return tagged(NOT_STATE, None)
 
     def fit(self, item: object, saved: object, loading: "Loading", path: str) -> Restore:
-        if saved == {}:  # the state of a module without any, such as a loss, whose place a function has taken
+        # The state of a module without any, such as a loss, whose place a function has taken. An array compares element by element.
+        if isinstance(saved, dict) and not saved:
             return keep(item)
         return loading.add_mismatch(path, item, saved, "it has no state_dict and load_state_dict")
 

@@ -22,14 +22,14 @@ _OWN_NAMES = frozenset(name for base in _BASES for name in vars(base))
 _HOOK_NAMES = (*EVENT_OF_HOOK, *OCCASIONAL_HOOKS)
 _EVENT_NAMES = tuple(event.value for event in Event)
 _FOREIGN = {
-    f"on_{name}_{end}": f"on_{ours}_{'end' if end == 'end' else 'start'}"
-    for ours, theirs in {
-        "training_run": ["train", "fit"],
-        "train_step": ["step", "train_batch"],
-        "eval_epoch": ["validation", "validation_epoch"],
-        "eval_step": ["validation_batch"],
+    f"on_{theirs}_{end}": f"on_{ours}_{'end' if end == 'end' else 'start'}"
+    for ours, names in {
+        "training_run": "train fit",
+        "train_step": "step train_batch",
+        "eval_epoch": "validation validation_epoch",
+        "eval_step": "validation_batch",
     }.items()
-    for name in theirs
+    for theirs in names.split()
     for end in ("start", "begin", "end")
 }
 """What methods of other libraries' callbacks are called here, where the nearest name means something else."""

@@ -35,6 +35,16 @@ def shortened(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
+def aligned(rows: Sequence[Sequence[str]], gap: str = "  ") -> list[str]:
+    """Return rows of cells as lines in which each column is as wide as its widest cell.
+
+    >>> aligned([("lr", "0.1"), ("momentum", "0.9")])
+    ['lr        0.1', 'momentum  0.9']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [gap.join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
 def printable_lines(text: str) -> str:
     """Return a text of several lines with each line made `printable`."""
     return "\n".join(printable(line) for line in _LINES.split(text))

@@ -9,7 +9,8 @@ import difflib
 import re
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 BETWEEN = re.compile(r"(drivetrain|torch)\.|(contextlib|functools|threading)$")
 """Modules between the user's code and the place that warns or raises."""
@@ -177,6 +178,15 @@ class MissingExtra(DrivetrainError, ImportError):
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (self.package, self.extra, self.purpose)  # the message is made from them again
+
+
+@contextmanager
+def needs_package(package: str, extra: str | None, purpose: str) -> Iterator[None]:
+    """Import an optional package within the block; without it a `MissingExtra` is raised."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtra(package, extra, purpose) from error
 
 
 class TimeUnitError(DrivetrainError, RuntimeError):

@@ -36,8 +36,8 @@ def _plain(value: object) -> Any:
         return value.name
     if isinstance(value, bytes):
         return value.decode(errors="backslashreplace")
-    if callable(getattr(type(value), "model_dump", None)):  # a model of pydantic
-        value = value.model_dump(mode="json")  # type: ignore[attr-defined]
+    if callable(getattr(type(value), "model_dump", None)):  # a model of pydantic, without its computed fields
+        value = value.model_dump(mode="json", round_trip=True)  # type: ignore[attr-defined]
     if isinstance(value, Mapping):
         return {str(_plain(key)): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | deque):

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from drivetrain.core.errors import ConfigError, MissingExtra
+from drivetrain.core.errors import ConfigError, needs_package
 from drivetrain.core.files import atomic_write
 
 logger = logging.getLogger(__name__)
@@ -149,10 +149,8 @@ def _decode(archive: Path, max_bytes: int) -> dict[str, Split]:
 
 def _decode_members(unpacked: _Unpacked, max_bytes: int, place: str) -> dict[str, list[Picture]]:
     """Return the pictures of each split."""
-    try:
+    with needs_package("pillow", None, "decoding pictures"):
         from PIL import Image, UnidentifiedImageError
-    except ImportError as error:
-        raise MissingExtra("pillow", None, "decoding pictures") from error
     found: dict[str, list[Picture]] = {}
     total = 0
     with tarfile.open(fileobj=unpacked, mode="r:") as tar:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from drivetrain.experiment.resolve import Given
 
 BAD_INPUT = 2
-STDOUT = 1
+STDOUT, STDERR = 1, 2
+"""The file descriptors of the process, even when `sys.stdout` is replaced."""
 NUMBER = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
 CLI = "cli"
 POSITIONAL = "values follow their option, as in --lr 0.1 or lr=0.1."
@@ -179,7 +180,7 @@ def parse(argv: Sequence[str], parameters: "ParameterSet") -> Command:
             values[parameter.name] = text if has_value else str(name == parameter.name).lower()
         elif parameter.multiple:
             items = values.setdefault(name, [])
-            items += list_items(parameter, text) if is_assigned else [text] if has_value else []
+            items += text_given(parameter, text) if is_assigned else [text] if has_value else []
             while rest and not has_value and is_value(rest[0]):
                 items.append(rest.popleft())
         else:
@@ -210,8 +211,10 @@ def split_values(text: str) -> list[str]:
     return [item.strip() for item in items]
 
 
-def list_items(parameter: "Parameter", text: str) -> list[str]:
-    """Return the items of a list that is written as `1,2` or `[1,2]`; brackets around a value of JSON are its own."""
+def text_given(parameter: "Parameter", text: str) -> str | list[str]:
+    """Return the text of one value, or the items of a list: `1,2` or `[1,2]`; brackets around a value of JSON are its own."""
+    if not parameter.multiple:
+        return text
     items = split_values(text)
     if len(items) > 1 or parameter.value_type.takes_json or not (items[0][:1] == "[" and items[0][-1:] == "]"):
         return items
@@ -272,7 +275,7 @@ def _help_text(parameter: "Parameter") -> str:
     default = parameter.describe_default()
     notes = [] if default is None else [f"default: {default}"]
     if parameter.required and default is None:
-        around = parameter.optional_within[-1:]
+        around = parameter.optional_within[:1]
         notes += [f"required if there is {around[0]}" if around else "required"]
     notes += [f"or ${parameter.envvar}"] if parameter.envvar else []
     return " ".join(filter(None, (parameter.help, f"({'; '.join(notes)})" if notes else "")))
@@ -323,9 +326,10 @@ def group_help(program: str, description: str, tree: str) -> str:
 
 def params_table(values: Mapping[str, object], origins: Mapping[str, str]) -> str:
     """Return every value with its origin, one a line."""
-    rows = [(name, repr(value) if isinstance(value, str) else str(value)) for name, value in values.items()]
-    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
-    return "\n".join(f"{name:<{widths[0]}}  {text:<{widths[1]}}  {origins[name]}".rstrip() for name, text in rows)
+    from drivetrain.core.display import aligned
+
+    text_of = lambda value: repr(value) if isinstance(value, str) else str(value)
+    return "\n".join(aligned([(name, text_of(value), origins[name]) for name, value in values.items()]))
 
 
 def usage_line(program: str) -> str:
@@ -335,8 +339,8 @@ def usage_line(program: str) -> str:
 
 def program_name() -> str:
     """Return how this program was started, as usage prints it."""
-    spec = sys.modules["__main__"].__spec__
-    if spec is not None:  # python -m
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.origin == sys.argv[0]:  # python -m, and not a profiler that is started like this
         return f"python -m {spec.name.removesuffix('.__main__')}"
     name = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] not in ("", "-c") else "experiment"
     return f"python {name}" if name.endswith(".py") else name

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
+from drivetrain.core.display import aligned
 from drivetrain.core.errors import DrivetrainError, ParameterError, nearest_name
 from drivetrain.experiment.command_line import (
     BAD_INPUT,
@@ -290,9 +291,7 @@ class ExperimentGroup(_WithParameters):
 
     def tree(self) -> str:
         """Return the names of all experiments within, one a line, with the first line of what each does."""
-        rows = list(self._rows("  "))
-        width = max((len(name) for name, _ in rows), default=0)
-        return "\n".join(f"{name:<{width}}    {about}".rstrip() for name, about in rows)
+        return "\n".join(aligned(list(self._rows("  ")), gap="    "))
 
     def _rows(self, indent: str) -> Iterator[tuple[str, str]]:
         for entry in self.experiments:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core.display import shortened
 from drivetrain.core.errors import ParameterError
 from drivetrain.core.plain import plain
 from drivetrain.core.secret import MASK, Secret, hide, is_secret_value, looks_secret, texts_of
@@ -89,7 +90,7 @@ class Parameter:
             self.value_type = declared_type(self.type) if choices is None else choice_of(choices)
         except BadValue as problem:
             raise ParameterError(f"parameter {name!r}: {problem}.") from None
-        self.container: Callable[[list[object]], Any] = list
+        self.container: Callable[[list[object]], object] = list
         """Container for the values of a `multiple` parameter."""
         self.is_standard = False
         """One of the parameters that every experiment has."""
@@ -142,8 +143,7 @@ class Parameter:
         try:
             return read(value, *how)
         except BadValue as problem:
-            shown = self.shown(repr(value))
-            shown = shown if len(shown) <= 80 else shown[:77] + "..."
+            shown = shortened(self.shown(repr(value)), 80)
             reason = hide(str(problem), texts_of(value, is_secret=self.is_secret))
             raise ParameterError(f"{where}: {self.name} cannot be {shown}: {reason}.") from None
 
@@ -181,10 +181,10 @@ class Parameter:
             shown["default"] = [own.shown(text) for own, text in zip((self, other), shown["default"])]
         return {name: " and ".join(texts) for name, texts in shown.items()}
 
-    def with_default(self, default: object) -> "Parameter":
+    def with_default(self, default: object, *, is_called: bool = False) -> "Parameter":
         """Return the same parameter with another default."""
         other = copy.copy(self)
-        other.default, other.calls_default, other.default_help = default, False, None
+        other.default, other.calls_default, other.default_help = default, is_called, None
         return other
 
     def __repr__(self) -> str:
@@ -241,8 +241,7 @@ class ParameterSet(dict[str, Parameter]):
         earlier = self.get(parameter.name)
         if earlier is not None and earlier.from_signature:
             if parameter.default is None and earlier.default is not None:
-                parameter = parameter.with_default(earlier.default)
-                parameter.calls_default = earlier.calls_default
+                parameter = parameter.with_default(earlier.default, is_called=earlier.calls_default)
             del self[parameter.name]
         for flag in parameter.flags:
             if (owner := self.owner_of(flag)) is not None:
@@ -298,7 +297,7 @@ BOOKKEEPING = frozenset(
 """Where and how a run executes, not what it computes. Changing them does not make it another run on resume."""
 
 
-def process_count(value: Any) -> int | str:
+def process_count(value: object) -> int | str:
     """Read a number of processes, or `auto`."""
     if str(value).strip().lower() == "auto":
         return "auto"
@@ -308,12 +307,12 @@ def process_count(value: Any) -> int | str:
     return number
 
 
-def folder(value: Any) -> str:
+def folder(value: object) -> str:
     """Read the name of a folder; `~` is the home folder, because shells leave it in `--output-dir=~/runs`."""
     return os.path.expanduser(read_str(value))
 
 
-def path(value: Any) -> Path:
+def path(value: object) -> Path:
     """Read a path in which `~` is the home folder."""
     return Path(os.path.expanduser(read_path(value)))
 
@@ -350,7 +349,7 @@ def standard_parameters() -> list[Parameter]:
         Parameter("checkpoint", path, None, help="Start a new run from the state in this checkpoint."),
         Parameter(
             "resume",
-            str,
+            folder,
             "never",
             help="never; auto: continue the newest unfinished run with the same parameters; or the folder or short id of a run.",
             allow_from_file=False,

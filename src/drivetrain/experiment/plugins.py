@@ -37,7 +37,7 @@ class App:
         """Call `callback(error)` after the main function of each run; None is a good end."""
         insort(self._callbacks["after"], (priority, callback), key=PRIORITY)
 
-    def get_api_object(self) -> Any:
+    def get_api_object(self) -> object:
         """Return the package that plugins may extend with names of their own."""
         import drivetrain.experiment
 

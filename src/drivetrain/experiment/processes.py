@@ -89,8 +89,7 @@ def reference_to(experiment: "Experiment") -> ExperimentReference:
     file = getattr(module, "__file__", None)
     if name == "__main__" and not (file and Path(file).is_file()):
         raise ExperimentError(
-            f"the experiment {experiment.name!r} was defined in a notebook or at a prompt, where a new process cannot "
-            f"find it. {way_out}"
+            f"the experiment {experiment.name!r} was defined in a notebook or at a prompt, where a new process cannot find it. {way_out}"
         )
     if name == "__main__" or _is_importable(name, file):
         return ExperimentReference(name, None, attribute)

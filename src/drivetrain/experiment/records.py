@@ -31,6 +31,8 @@ from drivetrain.experiment.run_folder import (
     write_json,
 )
 
+DEFAULT_PLACE = "output"
+"""Where runs are by default."""
 STATES = RUNNING, FINISHED, PRUNED, FAILED, INTERRUPTED, LOST = (
     "running finished pruned failed interrupted lost".split()
 )
@@ -239,6 +241,28 @@ def find_by_id(place: Path, wanted: str) -> list[Path]:
     ids = {folder: short_id(folder) for kind in (is_run, is_sweep) for folder in run_folders(place, is_wanted=kind)}
     same = [folder for folder, own in ids.items() if wanted in (own, folder.name)]
     return same or [folder for folder, own in ids.items() if len(wanted) >= 3 and own.startswith(wanted)]
+
+
+def locate(given: str, output_dir: str = DEFAULT_PLACE) -> Path:
+    """Return the path that a word names: a path, or a short id of a run or sweep in `output_dir` or after the folder it is in."""
+    path = Path(given)
+    if os.path.lexists(path):
+        return path
+    place = next((folder for folder in path.parents if os.path.isdir(folder)), Path())
+    if place == Path(place.anchor):  # nothing of it exists
+        place, wanted = Path(output_dir), given
+    else:
+        wanted = path.relative_to(place).as_posix()
+    found = find_by_id(place, wanted)
+    if len(found) > 1:
+        several = "\n  ".join(map(str, found[:10]))
+        raise ExperimentError(f"{given} names {len(found)} folders. Give more of the name, or the path:\n  {several}")
+    return found[0] if found else path
+
+
+def run_around(path: Path) -> Path | None:
+    """Return the folder of the run that a path is, or is inside of."""
+    return next((folder for folder in (path, *path.parents[:3]) if is_run(folder)), None)
 
 
 def is_sweep(folder: Path) -> bool:

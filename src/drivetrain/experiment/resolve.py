@@ -168,7 +168,7 @@ class _Values:
         self._known: Settings = {}
         self._open: list[str] = []  # the parameters whose references are being followed
 
-    def read(self, name: str) -> Any:
+    def read(self, name: str) -> object:
         """Return the value of a parameter."""
         if name not in self._known:
             given, parameter = self._given[name], self._parameters[name]
@@ -242,15 +242,9 @@ def _from_files(parameters: ParameterSet, explicit: Mapping[str, Given]) -> dict
     given = explicit.get(PARAMS_FILE)
     reader = ParameterFiles(parameters, {name: str(entry.value) for name, entry in choices.items()})
     found: dict[str, Given] = {}
-    files = () if given is None or given.value is None else given.value
-    for path in files if isinstance(files, list | tuple) else [files]:
-        if not isinstance(path, str | Path):
-            raise ParameterError(f"{PARAMS_FILE}: expected the path of a YAML or JSON file, got {path!r}.")
-        found |= {
-            name: entry
-            for name, entry in reader.read(Path(os.path.expanduser(path))).items()
-            if entry.value is not None
-        }
+    files = [] if given is None or given.value is None else _read(parameters[PARAMS_FILE], given)
+    for path in files if isinstance(files, list) else [files]:
+        found |= {name: entry for name, entry in reader.read(Path(str(path))).items() if entry.value is not None}
     for name in choices:
         if name not in reader.used:
             raise ParameterError(

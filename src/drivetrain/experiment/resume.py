@@ -17,7 +17,7 @@ from drivetrain.core.errors import ParameterError, ResumeError
 from drivetrain.core.locking import is_locked
 from drivetrain.core.plain import plain
 from drivetrain.experiment.parameters import BOOKKEEPING, ParameterSet
-from drivetrain.experiment.records import RunRecord, find_by_id, find_runs, is_run, read_run
+from drivetrain.experiment.records import RunRecord, find_runs, locate, read_run, run_around
 from drivetrain.experiment.resolve import AUTO, NEVER, Resolved, check_required, holds_mask, masked_value
 from drivetrain.experiment.run_folder import PARAMETERS
 
@@ -59,13 +59,13 @@ def choose_run_start(
 ) -> RunStart:
     """Decide how a run begins; `resolved` takes over what the continued run knows better."""
     parameters = experiment.parameters
-    wanted = os.path.expanduser(str(resolved.values["resume"]))
+    wanted = resolved.values["resume"]
     if restarted and wanted == NEVER:
         wanted = AUTO
     if wanted == NEVER:
         return _new_run(resolved)
     if wanted != AUTO:
-        return _continue_path(Path(wanted), resolved, parameters, force)
+        return _continue_path(wanted, resolved, parameters, force)
     place = Path(resolved.values["output_dir"]).resolve() / experiment.name
     own_hash = identity(resolved, parameters)
     same = [
@@ -107,25 +107,16 @@ def _is_program_of(record: RunRecord, experiment: "Experiment") -> bool:
     return source is None or named is None or not source.is_file() or Path(named).name == source.name
 
 
-def _continue_path(path: Path, resolved: Resolved, parameters: ParameterSet, force: bool) -> RunStart:
-    if os.path.exists(path):
-        path = Path(os.path.abspath(path))  # the program may change its folder
-    else:
-        named = [folder for folder in find_by_id(Path(resolved.values["output_dir"]), str(path)) if is_run(folder)]
-        if len(named) > 1:
-            raise ResumeError(
-                f"resume: {path} names {len(named)} runs. Give more of the id: {', '.join(map(str, named))}."
-            )
-        path = named[0] if named else path
-    for folder in (path, *path.parents[:2]):
-        if is_run(folder):
-            beginning = continue_run(read_run(folder), resolved, parameters, force=force)
-            inside = folder != path and path != folder / "checkpoints"
-            beginning.checkpoint = path if inside else None
-            beginning.is_finished = beginning.is_finished and not inside
-            return beginning
+def _continue_path(given: str, resolved: Resolved, parameters: ParameterSet, force: bool) -> RunStart:
+    path = Path(os.path.abspath(locate(given, resolved.values["output_dir"])))  # the program may change its folder
+    if (folder := run_around(path)) is not None:
+        beginning = continue_run(read_run(folder), resolved, parameters, force=force)
+        inside = folder != path and path != folder / "checkpoints"
+        if inside:
+            beginning = replace(beginning, checkpoint=path, is_finished=False)
+        return beginning
     raise ResumeError(
-        f"resume: {path} is neither the folder of a run nor a checkpoint in one. Use --resume auto, the folder or short id of a run, or "
+        f"resume: {given} is neither the folder of a run nor a checkpoint in one. Use --resume auto, the folder or short id of a run, or "
         "--checkpoint to start a new run from a saved state."
     )
 

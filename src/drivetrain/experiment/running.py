@@ -258,9 +258,9 @@ def _run_in(
         ):
             for note in (*start.beginning.notes, f"run folder: {start.folder}"):
                 logger.info("%s", note)
-            asked = values["nproc_per_node"]
-            if not values["distributed"] and asked != 1 and start.resolved.origins["nproc_per_node"] in ("cli", "run"):
-                logger.warning("nproc_per_node=%s has no effect without --distributed: this is one process.", asked)
+            is_alone = launched_world() is None and not values["distributed"]
+            if is_alone and values["nproc_per_node"] != 1 and run.origins["nproc_per_node"] in ("cli", "run"):
+                logger.warning("nproc_per_node has no effect without --distributed: this is one process.")
             ending = _live(experiment, run)
             if status is not None:
                 # Written now, so that listing runs need not read all their rows.

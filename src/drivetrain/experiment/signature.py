@@ -24,7 +24,7 @@ from drivetrain.experiment.parameters import Parameter
 from drivetrain.experiment.values import SIMPLE, annotated_type, without_none
 
 MAPPINGS = (dict, Mapping, MutableMapping)
-LISTS: dict[Any, Callable[[list[object]], Any]] = {
+LISTS: dict[Any, Callable[[list[object]], object]] = {
     **dict.fromkeys((Sequence, Collection, Iterable), list),
     **{kind: kind for kind in (list, set, frozenset, tuple)},
 }

@@ -19,7 +19,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from drivetrain.core.errors import MissingExtra, nearest_name
+from drivetrain.core.errors import nearest_name
 from drivetrain.core.files import load_json
 from drivetrain.core.secret import Secret
 
@@ -143,7 +143,7 @@ def choice_of(values: Sequence[object]) -> ValueType:
     words = [_word_of(value) for value in values]
     contents = [value.value if isinstance(value, enum.Enum) else value for value in values]
 
-    def convert(value: object) -> Any:
+    def convert(value: object) -> object:
         # The name of a member before the value of another: files hold names.
         for spellings in (values, words, contents, [str(content) for content in contents]):
             for candidate, own in zip(values, spellings, strict=True):
@@ -186,7 +186,7 @@ def declared_type(kind: object) -> ValueType:
         raise BadValue(f"type={kind!r} is neither a type nor a function of one value")
     name = str(getattr(kind, "__name__", "value"))
 
-    def convert(value: object) -> Any:
+    def convert(value: object) -> object:
         try:
             return kind(value)
         except BadValue:
@@ -247,7 +247,7 @@ def adapted_type(annotation: object) -> ValueType:
     name = shown.__name__ if isinstance(shown, type) and origin is None else str(shown).replace("typing.", "")
     adapter = functools.cache(lambda: _adapter(annotation))
 
-    def convert(value: object) -> Any:
+    def convert(value: object) -> object:
         validate, error_type = adapter()
         try:
             return validate(value)
@@ -269,10 +269,7 @@ def adapted_type(annotation: object) -> ValueType:
 
 
 def _adapter(annotation: object) -> tuple[Callable[[Any], Any], type[Exception]]:
-    try:
-        from pydantic import BeforeValidator, ConfigDict, PydanticUserError, TypeAdapter, ValidationError
-    except ImportError as error:
-        raise MissingExtra("pydantic", None, f"a parameter of type {annotation}") from error
+    from pydantic import BeforeValidator, ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
     def with_rules(inner: object) -> Any:
         """Apply the rules for scalars and choices inside containers, too."""
@@ -300,5 +297,6 @@ def _adapter(annotation: object) -> tuple[Callable[[Any], Any], type[Exception]]
         raise BadValue(f"expected a type that pydantic can read: {error.message.rstrip('.')}") from None
     # Models ignore unknown keys unless one of them declares otherwise; here a misspelled key is an error.
     declares_extra = "extra_fields_behavior" in str(adapter.core_schema)
-    extra: Any = None if declares_extra else "forbid"
-    return functools.partial(adapter.validate_python, extra=extra), ValidationError
+    extra: Literal["forbid"] | None = None if declares_extra else "forbid"
+    # Files hold the names of fields, whatever their aliases are.
+    return functools.partial(adapter.validate_python, extra=extra, by_name=True), ValidationError

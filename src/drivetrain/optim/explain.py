@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core import display
-from drivetrain.core.errors import ConfigError, MissingExtra
+from drivetrain.core.errors import ConfigError, needs_package
 
 if TYPE_CHECKING:
     from drivetrain.optim.optim_set import OptimSet
@@ -67,10 +67,8 @@ def plot(
     `steps` is how many real steps to draw, by default the whole run where its length is known; `steps_per_epoch` numbers
     the epochs for schedules that follow them.
     """
-    try:
+    with needs_package("matplotlib", "demo", "plotting learning rates"):
         from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtra("matplotlib", "demo", "plotting learning rates") from None
     named: Mapping[str, Any] = schedules if isinstance(schedules, Mapping) else {type(schedules).__name__: schedules}
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()

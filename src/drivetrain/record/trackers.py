@@ -267,6 +267,7 @@ class MlflowSink:
         self._uri, self._experiment = tracking_uri, experiment
         self._client: Any = None
         self._metrics: list[object] = []
+        self._has_failed = False
 
     def open(self, folder: Path, resume: Resume | None) -> None:
         """Start a run, or continue the one that was saved."""
@@ -334,9 +335,15 @@ class MlflowSink:
     def flush(self) -> None:
         """Send what is waiting."""
         while self._metrics and self._client is not None:
-            batch = self._metrics[:_LARGEST_BATCH]
-            self._client.log_batch(self.run_id, metrics=batch)
-            del self._metrics[: len(batch)]  # now: what could not be sent is sent the next time
+            batch, self._metrics = self._metrics[:_LARGEST_BATCH], self._metrics[_LARGEST_BATCH:]
+            try:
+                self._client.log_batch(self.run_id, metrics=batch)
+            except Exception:
+                self._has_failed = not self._has_failed
+                if self._has_failed:  # it is sent once more; after that the server may be rejecting what is in it
+                    self._metrics = batch + self._metrics
+                raise
+            self._has_failed = False
 
     def close(self) -> None:
         """Send what is waiting and end the run."""
@@ -395,12 +402,7 @@ def _folder_store_allowed() -> Iterator[None]:
 
 def _key(tag: str) -> str:
     """Return a tag with the characters and the length that MLflow allows."""
-    is_short = len(tag) <= _LONGEST_KEY
-    if (
-        is_short
-        and all(char.isalnum() or char in _ALSO_ALLOWED for char in tag)
-        and ".." not in tag
-        and not tag.startswith("/")
-    ):
+    is_allowed = all(char.isalnum() or char in _ALSO_ALLOWED for char in tag)
+    if is_allowed and len(tag) <= _LONGEST_KEY and ".." not in tag and not tag.startswith("/"):
         return tag
     return safe_name(tag).replace("%", ":")

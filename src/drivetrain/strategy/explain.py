@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.display import format_bytes, format_duration
-from drivetrain.core.errors import ConfigError, MissingExtra
+from drivetrain.core.errors import ConfigError, needs_package
 from drivetrain.strategy.registry import find_method
 
 if TYPE_CHECKING:
@@ -138,10 +138,8 @@ def draw(plan: "Strategy", path: str | os.PathLike[str]) -> None:
         raise ConfigError(
             "the plan was not found by a search, so there is nothing to draw. Call auto_accelerate without load_strategy."
         )
-    try:
+    with needs_package("matplotlib", "demo", "the picture of a search"):
         import matplotlib
-    except ImportError as error:
-        raise MissingExtra("matplotlib", "demo", "the picture of a search") from error
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -13,7 +13,7 @@ import torch
 from drivetrain.context.context import Context
 from drivetrain.core.arguments import check_count, check_number
 from drivetrain.core.containers import with_attributes
-from drivetrain.core.errors import ConfigError, MissingExtra, StopTrainingError
+from drivetrain.core.errors import ConfigError, StopTrainingError, needs_package
 from drivetrain.core.types import Settings
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.run import current_run, set_current_run
@@ -44,10 +44,8 @@ class LrFindResult:
 
     def plot(self, path: str | None = None) -> "Figure":
         """Draw loss over learning rate; with a path, write it there as PNG."""
-        try:
+        with needs_package("matplotlib", "demo", "LrFindResult.plot"):
             from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingExtra("matplotlib", "demo", "LrFindResult.plot") from error
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
         axes.plot(self.lrs, self.losses)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.containers import with_attributes
-from drivetrain.core.errors import MissingExtra, unknown_name, warn
+from drivetrain.core.errors import needs_package, unknown_name, warn
 from drivetrain.core.time import Clock
 from drivetrain.core.types import StateDict
 from drivetrain.record.buffer import PLACES, Arrival, BufferSlot, DeviceBuffer
@@ -125,19 +125,15 @@ class RunHistory(ABC):
 
     def to_dataframe(self) -> "DataFrame":
         """Return a pandas DataFrame: a row per moment, with its epoch and step, and a column per metric."""
-        try:
+        with needs_package("pandas", None, "history.to_dataframe()"):
             import pandas
-        except ImportError as error:
-            raise MissingExtra("pandas", None, "history.to_dataframe()") from error
         rows = [{name: _plain(value) for name, value in row.items()} for row in self._rows()]
         return pandas.DataFrame(rows, columns=["epoch", "step", *self.get_metric_names()])
 
     def plot(self, metric_names: Iterable[str] | None = None, path: str | None = None) -> "Figure":
         """Draw metrics over steps with matplotlib, training and evaluation in one plot. With a path, save it as PNG."""
-        try:
+        with needs_package("matplotlib", "demo", "history.plot()"):
             from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingExtra("matplotlib", "demo", "history.plot()") from error
         recorded, quantities = list(self.get_metric_names()), dict[str, list[str]]()
         for name in recorded if metric_names is None else metric_names:
             if name not in recorded:

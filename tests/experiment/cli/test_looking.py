@@ -20,7 +20,7 @@ def test_ls_lists_runs_newest_first_with_their_state(command, tmp_path):
 
 def test_ls_takes_several_folders_as_a_shell_expands_them(command_json, tmp_path):
     folders = [make_run(tmp_path, name, started=started) for name, started in (("a", 2.0), ("b", 1.0), ("c", 3.0))]
-    found = command_json("ls", *folders[:2], "state=finished", "--json")
+    found = command_json("ls", *folders[:2], folders[0], "state=finished", "--json")
     assert [run["id"] for run in found] == ["a", "b"]
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from drivetrain.core.display import format_bytes
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.experiment.cli.output import Check, own_command, print_checks
-from drivetrain.experiment.cli.runs import DEFAULT_PLACE, find_run
+from drivetrain.experiment.cli.runs import find_run
 from drivetrain.experiment.command_line import JSON, argument
-from drivetrain.experiment.records import FAILED, INTERRUPTED, LOST, RUNNING, RunRecord
+from drivetrain.experiment.records import DEFAULT_PLACE, FAILED, INTERRUPTED, LOST, RUNNING, RunRecord
 from drivetrain.experiment.reports.gather import RunData, duration, gather_run, moment, tail
 from drivetrain.experiment.run_folder import MANIFEST, PARAMETERS, STATUS, read_json
 

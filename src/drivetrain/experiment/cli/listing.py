@@ -18,7 +18,6 @@ from drivetrain.core.errors import ExperimentError, ParameterError, unknown_name
 from drivetrain.core.types import Settings
 from drivetrain.experiment.cli.output import STATE_STYLES, Column, print_fitting_table, print_json, print_lines
 from drivetrain.experiment.cli.runs import (
-    DEFAULT_PLACE,
     Objective,
     RunLine,
     common_direction,
@@ -28,7 +27,7 @@ from drivetrain.experiment.cli.runs import (
 )
 from drivetrain.experiment.command_line import JSON, argument
 from drivetrain.experiment.directions import best_places, read_directions
-from drivetrain.experiment.records import STATES, change_remarks, find_runs, short_id
+from drivetrain.experiment.records import DEFAULT_PLACE, STATES, change_remarks, find_runs, short_id
 from drivetrain.experiment.reports.gather import differs, short
 
 COMPARISON = re.compile(r"[<>=~]")
@@ -74,12 +73,12 @@ def ls(arguments: argparse.Namespace) -> None:
             f"there is no folder {words[0]}. Give the --output-dir of your runs, by default {DEFAULT_PLACE}."
         )
     condition = " ".join(words)
-    found = [record for place in places or [DEFAULT_PLACE] for record in find_runs(place)]
+    found = {record.folder.resolve(): record for place in places or [DEFAULT_PLACE] for record in find_runs(place)}
     if arguments.limit is not None and arguments.limit < 1:
         raise ParameterError(f"-n {arguments.limit}: expected at least 1 run.")
     records = [
         record
-        for record in sorted(found, key=lambda record: (record.started, record.folder.name), reverse=True)
+        for record in sorted(found.values(), key=lambda record: (record.started, record.folder.name), reverse=True)
         if arguments.status in (None, record.state) and arguments.experiment in (None, record.experiment)
     ]
     lines = read_lines(records, read_directions(arguments.direction), arguments.objective)

@@ -8,10 +8,10 @@ from drivetrain.core.locking import is_locked
 from drivetrain.core.types import Settings
 from drivetrain.experiment.cli.listing import DIRECTION, SEVERAL_HELP
 from drivetrain.experiment.cli.output import STATE_STYLES, indented, print_either, print_json, print_lines, print_table
-from drivetrain.experiment.cli.runs import DEFAULT_PLACE, find_all_runs, find_run, find_sweep, locate
+from drivetrain.experiment.cli.runs import find_all_runs, find_run, find_sweep, locate
 from drivetrain.experiment.command_line import JSON, argument
 from drivetrain.experiment.directions import read_directions
-from drivetrain.experiment.records import read_remarks, short_id
+from drivetrain.experiment.records import DEFAULT_PLACE, read_remarks, short_id
 from drivetrain.experiment.reports.gather import RunData, duration, environment_of, gather_run, moment
 
 SHOWN_LOG_LINES = 10

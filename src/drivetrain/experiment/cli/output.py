@@ -10,15 +10,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from drivetrain.core.display import printable, printable_json
 from drivetrain.core.plain import spelled
+from drivetrain.experiment.command_line import STDERR, STDOUT
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PLAIN_WIDTH = 160
 """Width of tables that go to a file or a pipe, where there is no terminal width."""
-STDOUT, STDERR = 1, 2
-"""The file descriptors of the process, even when `sys.stdout` is replaced."""
 MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "dim")}
 STATE_STYLES = {
     "finished": "green",
@@ -31,7 +33,7 @@ STATE_STYLES = {
 }
 
 
-def console() -> Any:
+def console() -> "Console":
     """Return a console that follows NO_COLOR, COLUMNS and redirections, and interprets no text as markup."""
     from rich.console import Console
 

@@ -19,7 +19,7 @@ from drivetrain.experiment.cli.output import print_lines, prints_to_stderr
 from drivetrain.experiment.cli.run import start
 from drivetrain.experiment.cli.runs import find_run, find_sweep, locate
 from drivetrain.experiment.cli.targets import find_in_file
-from drivetrain.experiment.command_line import JSON, argument, split_values
+from drivetrain.experiment.command_line import JSON, argument, text_given
 from drivetrain.experiment.records import RunRecord, find_runs, is_run
 from drivetrain.experiment.run_folder import hash_source
 
@@ -84,10 +84,7 @@ def _trusted_experiment(record: RunRecord, arguments: argparse.Namespace) -> "Ex
     """Print what continuing a run will execute, check who can have written it, and load it, which runs the file."""
     named = record.manifest.get("source")
     if not named:
-        raise ResumeError(
-            f"the run {record.folder} does not name the file of its experiment (it was started from a prompt?). Start the program "
-            f"again with --resume {record.folder}."
-        )
+        raise ResumeError(f"the run {record.folder} names no file. Start the program with --resume {record.folder}.")
     if Path(named).suffix != ".py":  # a module's name would be looked for in the present folder
         raise ResumeError(f"the run {record.folder} names the file {named!r}, which is not a Python file (.py).")
     source = Path(os.path.abspath(named))
@@ -129,8 +126,7 @@ def _resolved(experiment: "Experiment", record: RunRecord, arguments: argparse.N
         if parameter is not None and value not in (None, parameter.default):
             given[name] = Given(value, "run")
     for name, text in _changes(experiment, arguments):
-        multiple = experiment.parameters[name].multiple
-        given[name] = Given(split_values(text) if multiple else text, "cli", is_text=True)
+        given[name] = Given(text_given(experiment.parameters[name], text), "cli", is_text=True)
     given["resume"] = Given(str(locate(arguments.run)), "cli", is_text=True)
     return resolve(experiment.parameters, given, experiment.defaults)
 

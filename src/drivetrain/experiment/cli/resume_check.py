@@ -126,9 +126,7 @@ def _verdict(whole: Path, broken: Path, num_steps: int) -> Check:
         if difference(a.get(name), b.get(name)) is not None:
             found = f"bit-exact: no; first difference: {name}"
             return Check(False, "resume", found, "give what differs a state, or --deterministic strict on a GPU")
-    return Check(
-        True, "resume", f"bit-exact: yes ({num_steps} steps, killed after {num_steps // 2}, {len(a)} values compared)"
-    )
+    return Check(True, "resume", f"bit-exact: yes ({num_steps} steps, killed after {num_steps // 2}, {len(a)} values)")
 
 
 def _newest(folder: Path) -> Settings:

@@ -13,43 +13,24 @@ from drivetrain.core.types import Settings
 from drivetrain.experiment.directions import direction_of, first_declared
 from drivetrain.experiment.records import (
     RunRecord,
-    find_by_id,
     find_runs,
     is_run,
     is_sweep,
+    locate,
     read_remarks,
     read_run,
+    run_around,
     short_id,
 )
 from drivetrain.experiment.reports.gather import common_objective, differing, distinguishing_parameters, main_metric
 from drivetrain.experiment.summaries import MetricsSummary, summary_of
 
-DEFAULT_PLACE = "output"
-
-
-def locate(given: str) -> Path:
-    """Return the path that a word names: a path, or a short id of a run or sweep in `output` or after the folder it is in."""
-    path = Path(given)
-    if os.path.lexists(path):
-        return path
-    place = next((folder for folder in path.parents if os.path.isdir(folder)), Path())
-    if place == Path(place.anchor):  # nothing of it exists
-        place, wanted = Path(DEFAULT_PLACE), given
-    else:
-        wanted = path.relative_to(place).as_posix()
-    found = find_by_id(place, wanted)
-    if len(found) > 1:
-        several = "\n  ".join(map(str, found[:10]))
-        raise ExperimentError(f"{given} names {len(found)} folders. Give more of the name, or the path:\n  {several}")
-    return found[0] if found else path
-
 
 def find_run(given: str) -> RunRecord:
     """Return the run that a folder or short id names; a file or checkpoint inside it will do, too."""
     path = locate(given)
-    for folder in (path, *path.parents[:3]):
-        if is_run(folder):
-            return read_run(folder)
+    if (folder := run_around(path)) is not None:
+        return read_run(folder)
     if not os.path.exists(path):
         siblings = [entry.name for entry in path.parent.iterdir()] if os.path.isdir(path.parent) else []
         near = nearest_name(path.name, siblings)

@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from drivetrain.core.display import printable
-from drivetrain.core.errors import ParameterError, SweepError
+from drivetrain.core.errors import ParameterError, SweepError, first_line
 from drivetrain.experiment.cli.output import (
     STATE_STYLES,
-    STDERR,
-    STDOUT,
     own_command,
     plain_text,
     print_json,
@@ -33,7 +31,16 @@ from drivetrain.experiment.cli.output import (
 )
 from drivetrain.experiment.cli.targets import TARGET_HELP, find_experiment
 from drivetrain.experiment.cli.verbs import FAILED, INTERRUPTED
-from drivetrain.experiment.command_line import JSON, REPLACED, argument, list_items, print_error, split_values
+from drivetrain.experiment.command_line import (
+    JSON,
+    REPLACED,
+    STDERR,
+    STDOUT,
+    argument,
+    print_error,
+    split_values,
+    text_given,
+)
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -226,8 +233,7 @@ def _values(experiment: "Experiment", name: str, text: str, word: str) -> list[o
     items = split_values(text)
     if parameter is None:
         return [*items]
-    given = [list_items(parameter, item) if parameter.multiple else item for item in items]
-    return [parameter.read(value, is_text=True, where=word) for value in given]
+    return [parameter.read(text_given(parameter, item), is_text=True, where=word) for item in items]
 
 
 def _range(found: re.Match[str], word: str) -> "Axis":
@@ -250,7 +256,7 @@ def print_result(result: "SweepResult", as_json: bool) -> None:
     hidden = {"attempts", "run"} | (set() if result.failed else {"error"})
     names = [name for name in rows[0] if name not in hidden] if rows else []
     for row in rows:
-        row["error"] = str(row["error"] or "").partition("\n")[0]
+        row["error"] = first_line(row["error"]) if row["error"] else ""
     print_table(names, [[row[name] for name in names] for row in rows], styles=STATE_STYLES)
     command, folder = own_command(), shlex.quote(str(result.folder))
     print_lines(
@@ -277,7 +283,7 @@ def status_lines() -> "OnChange":
             if shown.get(trial.index) != trial.status:
                 shown[trial.index] = trial.status
                 value = f" {values_of(trial)}" if trial.objectives else ""
-                reason = f": {trial.error.partition(chr(10))[0]}" if trial.error else ""
+                reason = f": {first_line(trial.error)}" if trial.error else ""
                 print_lines(f"trial {trial.index}: {trial.status}{value}{reason}   [{state_of(result)}]")
 
     return show

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from drivetrain.core.arguments import check_count, check_number
-from drivetrain.core.errors import ConfigError, MissingExtra, first_line, unknown_name
+from drivetrain.core.errors import ConfigError, first_line, needs_package, unknown_name
 from drivetrain.core.files import read_limited, replace_bytes
 from drivetrain.core.types import Settings
 from drivetrain.experiment.processes import END_SECONDS
@@ -189,10 +189,8 @@ class SubmititExecutor(Executor):
 
 
 def _import_submitit() -> ModuleType:
-    try:
+    with needs_package("submitit", "submitit", "executor 'submitit'"):
         import submitit
-    except ImportError as error:
-        raise MissingExtra("submitit", "submitit", "executor 'submitit'") from error
     return submitit
 
 
@@ -247,10 +245,8 @@ class RayExecutor(Executor):
 
     def __init__(self, config: RayConfig | None = None):
         self.config = config or RayConfig()
-        try:
+        with needs_package("ray", "ray", "executor 'ray'"):
             import ray
-        except ImportError as error:
-            raise MissingExtra("ray", "ray", "executor 'ray'") from error
         self._ray: Any = ray
         self._tasks: dict[int, Any] = {}
         self._watch: JobWatch | None = None

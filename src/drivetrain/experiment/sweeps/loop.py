@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from drivetrain.core.errors import ParameterError
+from drivetrain.core.errors import ParameterError, nearest_name
 from drivetrain.core.files import is_regular, load_json, read_limited
 from drivetrain.core.locking import is_locked
 from drivetrain.core.plain import is_number, plain
@@ -120,6 +120,15 @@ class SweepLoop:
                     ", ".join(trial.metrics),
                 )
         self.journal.settle(trial)
+        missing = next((name for name in self.goal.names if name not in trial.metrics), None)
+        if (
+            outcome.status == FINISHED
+            and missing is not None
+            and not any(one.objectives for one in self.trials.values())
+        ):
+            near = nearest_name(missing, trial.metrics)
+            if near is not None:  # every other trial would fail as this one did
+                raise ParameterError(f"{trial.error} Did you mean objective={near!r} (--objective {near})?")
         if trial.status == FAILED and trial.attempts <= self.retries:
             logger.warning("trial %d failed and is retried: %s", trial.index, trial.error)
             self.waiting.append(trial)

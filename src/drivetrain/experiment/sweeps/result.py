@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from drivetrain.core.display import printable, spreadsheet_cell
-from drivetrain.core.errors import ExperimentError, MissingExtra
+from drivetrain.core.display import aligned, printable, shortened, spreadsheet_cell
+from drivetrain.core.errors import ExperimentError, needs_package
 from drivetrain.core.files import PRIVATE_FILE, atomic_write
 from drivetrain.core.plain import plain
 from drivetrain.core.types import Settings
@@ -200,13 +200,10 @@ class SweepResult(list[Trial]):
     def table(self) -> str:
         """Return a table of all trials, best first."""
         hidden = ("run", "attempts") + (() if self.failed else ("error",))
-        rows = [{name: _cell(value) for name, value in row.items() if name not in hidden} for row in self.rows()]
+        rows = [{name: value for name, value in row.items() if name not in hidden} for row in self.rows()]
         if not rows:
             return "no trials"
-        widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
-        lines = ["  ".join(f"{name:<{width}}" for name, width in widths.items())]
-        lines += ["  ".join(f"{row[name]:<{width}}" for name, width in widths.items()) for row in rows]
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(aligned([[*rows[0]], *(list(map(_cell, row.values())) for row in rows)]))
 
     def to_csv(self, path: str | Path) -> Path:
         """Write all trials, best first, with every parameter and metric; text that looks like a formula gets an apostrophe."""
@@ -239,8 +236,7 @@ class SweepResult(list[Trial]):
 def _cell(value: object) -> str:
     if value is None:
         return "-"
-    text = f"{value:.6g}" if isinstance(value, float) else printable(str(value).partition("\n")[0])
-    return text if len(text) <= 48 else text[:45] + "..."
+    return f"{value:.6g}" if isinstance(value, float) else shortened(printable(str(value).partition("\n")[0]), 48)
 
 
 def read_sweep(folder: str | Path) -> SweepResult:
@@ -263,11 +259,9 @@ def read_sweep(folder: str | Path) -> SweepResult:
 
 def plot_sweep(result: SweepResult, path: Path) -> Path:
     """Draw the sweep into a PNG file; neither a display nor pyplot's global state is needed."""
-    try:
+    with needs_package("matplotlib", "demo", "a picture of a sweep"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra("matplotlib", "demo", "a picture of a sweep") from error
     if not result.goal.is_single:
         raise ExperimentError(
             "a sweep with several objectives has no single value to plot. result.front holds its best trials."

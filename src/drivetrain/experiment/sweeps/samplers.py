@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drivetrain.core.errors import ConfigError, MissingExtra, ParameterError, unknown_name
+from drivetrain.core.errors import ConfigError, ParameterError, needs_package, unknown_name
 from drivetrain.core.plain import plain
 from drivetrain.core.secret import MASK
 from drivetrain.core.types import Settings
@@ -191,10 +191,8 @@ class OptunaSampler(_CountingSampler):
         study: "optuna.Study | None" = None,
         config: OptunaConfig | None = None,
     ):
-        try:
+        with needs_package("optuna", "optuna", "sampler 'optuna'"):
             import optuna
-        except ImportError as error:
-            raise MissingExtra("optuna", "optuna", "sampler 'optuna'") from error
         if space.points is not None:
             raise ParameterError(
                 "sampler 'optuna' searches ranges, not a list of points. Give a dict such as {'lr': LogUniform(1e-4, 1e-1)}."

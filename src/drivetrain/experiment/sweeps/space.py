@@ -65,7 +65,7 @@ class Axis:
 
     def examples(self) -> Sequence[object]:
         """Return values by which the axis can be checked against its parameter; those it was made with."""
-        raise NotImplementedError
+        return self.grid() or ()
 
 
 class Choice(Axis):
@@ -81,9 +81,6 @@ class Choice(Axis):
 
     def draw(self, generator: random.Random) -> object:
         return generator.choice(self.values)
-
-    def examples(self) -> Sequence[object]:
-        return self.values
 
     def __repr__(self) -> str:
         return self._shown(f"Choice({', '.join(map(repr, self.values))})")

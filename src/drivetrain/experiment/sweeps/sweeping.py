@@ -75,7 +75,7 @@ def sweep(
         retries: how often a failed trial runs again.
         trial_timeout: seconds, or a text such as `"30m"`, after which a trial is ended with the processes it started, and not tried
             again. Not for the inline executor.
-        on_failure: `"raise"` a `SweepError` at the end, or `"return"`. A failed trial never stops the others.
+        on_failure: `"raise"` a `SweepError` at the end, or `"return"`. Only a misspelled objective stops the others.
         resume: folder of a sweep to continue.
         on_change: called with the result so far after every change.
     """
