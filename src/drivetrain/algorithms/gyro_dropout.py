@@ -79,6 +79,10 @@ class GyroDropoutLayer(nn.Module):
         elif self.picks is None:  # a pass before the first step
             self._pick(0)
 
+    def begin_run(self, total_iterations: int, seed: int) -> None:
+        """Take the length of a run whose loop marks the steps, and a seed that all ranks share."""
+        self.total_iterations, self.seed, self.counts_passes = total_iterations, seed, False
+
     def choose(self, step: int) -> None:
         """Begin a training step: choose other masks where the interval is over."""
         if self.picks is None or step % self.interval == 0:
@@ -163,8 +167,7 @@ class GyroDropout(ModelSurgery):
             )
         self._layers = [module for module in state.model.modules() if isinstance(module, GyroDropoutLayer)]
         for index, layer in enumerate(self._layers):
-            layer.total_iterations, layer.counts_passes = total, False
-            layer.seed = derive_seed(state.seed, type(self).__name__, index)
+            layer.begin_run(total, derive_seed(state.seed, type(self).__name__, index))
 
     def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
         apply_gyro_dropout(model, 0, 0, self.p, self.sigma, self.tau, optimizers)

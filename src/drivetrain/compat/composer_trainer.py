@@ -120,7 +120,7 @@ class Trainer(NativeTrainer):
             defaults["create_scheduler_fn"] = given if made else partial(self._compiled, given)
         return super().train(*args, **{**defaults, **kwargs})
 
-    def fit(self, *, train_dataloader: object = None, duration: object = None, **kwargs: object) -> Any:
+    def fit(self, *, train_dataloader: object = None, duration: object = None, **kwargs: object) -> object:
         """Train for a duration, or for the `max_duration` of the constructor."""
         given = {"train_dataset": _loader(train_dataloader), "max_duration": duration}
         return self.train(**{name: value for name, value in given.items() if value is not None}, **kwargs)
@@ -137,7 +137,7 @@ class Trainer(NativeTrainer):
             return super().get_metric_inputs(batch, batch_output)
         return model.eval_forward(batch, batch_output["model_outputs"]), batch
 
-    def _compiled(self, schedule: Any, optimizer: Any) -> Any:
+    def _compiled(self, schedule: Any, optimizer: object) -> Any:
         return compile_state_schedule(schedule, self.state, self._schedule_ratio())
 
 
