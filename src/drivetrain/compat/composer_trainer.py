@@ -120,7 +120,7 @@ class Trainer(NativeTrainer):
             defaults["create_scheduler_fn"] = given if made else partial(self._compiled, given)
         return super().train(*args, **{**defaults, **kwargs})
 
-    def fit(self, *, train_dataloader: object = None, duration: object = None, **kwargs: object) -> object:
+    def fit(self, *, train_dataloader: object = None, duration: object = None, **kwargs: object) -> Any:
         """Train for a duration, or for the `max_duration` of the constructor."""
         given = {"train_dataset": _loader(train_dataloader), "max_duration": duration}
         return self.train(**{name: value for name, value in given.items() if value is not None}, **kwargs)
