@@ -148,3 +148,23 @@ def test_a_trial_on_fake_tensors_leaves_no_masks_behind():
     block = nn.Sequential(nn.Linear(4, 4), GyroDropoutLayer(1, 1, sigma=4, tau=2))
     assert keeps_shape(block) and block[1].masks is None
     assert block(torch.randn(2, 3, 4)).shape == (2, 3, 4)
+
+
+def masks_of_a_run() -> list[torch.Tensor]:
+    model = ConvNet()
+    trainer = Trainer(
+        model,
+        nn.CrossEntropyLoss(),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        callbacks=(),
+        algorithms=[GyroDropout(sigma=4, tau=3)],
+        seed=2,
+    )
+    trainer.train(images(), max_duration="2ba", global_batch_size=4)
+    return [model.dropout.masks, model.dropout.picks]
+
+
+def test_all_ranks_train_the_same_subnetworks_as_one_process(world2):
+    alone = masks_of_a_run()
+    for ours in world2(masks_of_a_run):
+        assert all(map(torch.equal, ours, alone))

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from drivetrain.algorithms.kernel_norm import KernelNorm, normalise_kernels
+from drivetrain.algorithms.layer_freezing import LayerFreezing
 from drivetrain.core.event import Event
 from drivetrain.train.trainer import Trainer
 from tests.algorithms.tasks import Watch, conv_trainer, image_data, train
@@ -27,6 +28,15 @@ def test_every_step_starts_from_that_norm():
     watch = Watch(Event.BEFORE_STEP, squared_norms)
     train(conv_trainer(KernelNorm(), callbacks=[watch]), image_data())
     assert watch.values == [pytest.approx([6.0, 8.0], rel=1e-5)] * 8
+
+
+def test_a_kernel_that_is_frozen_later_is_left_alone():
+    watch = Watch(Event.BEFORE_STEP, lambda state: state.model.features[0].weight.detach().clone())
+    trainer = conv_trainer(KernelNorm(), LayerFreezing(freeze_start=0), callbacks=[watch])
+    train(trainer, image_data())
+    frozen = trainer.state.model.features[0].weight
+    assert not frozen.requires_grad and all(map(torch.equal, watch.values[4:], [frozen] * 4))
+    assert abs(float(frozen.norm()) - 6**0.5) > 1e-4  # as the last step before left it
 
 
 def test_only_named_layers_are_changed():

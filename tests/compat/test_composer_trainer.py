@@ -303,3 +303,8 @@ def test_a_run_that_a_callback_stops_continues_its_schedule_when_it_is_resumed(t
     second, found = train(tmp_path / "stopped")
     assert len(first) == 10 and first + second == whole
     assert all(map(torch.equal, found, expected))
+
+
+def test_nothing_is_printed_without_a_progress_bar(capsys):
+    make().fit()
+    assert capsys.readouterr().out == ""

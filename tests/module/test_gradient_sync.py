@@ -39,6 +39,22 @@ def test_gradients_become_their_mean_whatever_the_size_of_a_message(world2, buck
         assert gradients[5].dtype == torch.float64 and gradients[5].shape == (2, 2)
 
 
+def sparse_averages() -> list[torch.Tensor | None]:
+    """Gradients of embeddings: of both ranks, of rank 1 alone, and of none."""
+    tables, rank = [nn.Embedding(4, 2, sparse=True) for _ in range(3)], get_rank()
+    used = tables[0](torch.tensor([0, 1 + rank])).sum()
+    (used + tables[1](torch.tensor([3])).sum() if rank else used).backward()
+    average_gradients([table.weight for table in tables], None)
+    return [table.weight.grad for table in tables]
+
+
+def test_sparse_gradients_become_their_mean_and_stay_sparse(world2):
+    for both, one, none in world2(sparse_averages):
+        assert both.is_sparse and one.is_sparse and none is None
+        assert both.to_dense()[:, 0].tolist() == [1.0, 0.5, 0.5, 0.0]
+        assert one.coalesce().indices().tolist() == [[3]] and one.to_dense()[3].tolist() == [0.5, 0.5]
+
+
 def summed() -> list[object]:
     value = torch.tensor(3)
     sums = [start_sum_over_ranks(number, None) for number in (1 << 24 | 1, 0.5, value)]

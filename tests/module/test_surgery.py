@@ -138,7 +138,7 @@ def test_an_endless_recursion_is_refused():
 @pytest.mark.parametrize("wrap", [Shell, lambda m: torch.compile(m, backend="eager")])
 def test_wrapped_models_are_refused(wrap):
     model = wrap(nn.Sequential(nn.Linear(2, 2)))
-    with pytest.raises(TypeError, match=r"already wrapped.*Replace layers first"):
+    with pytest.raises(TypeError, match=r"already wrapped.*Change layers first"):
         replace_module_classes(model, {nn.Linear: new_linear})
 
 

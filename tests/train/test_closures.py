@@ -115,3 +115,23 @@ def test_windows_are_repeated_with_the_same_weights_on_two_processes(world2):
     for ours in world2(sam_in_uneven_windows):
         for mine, expected in zip(ours, alone, strict=True):
             torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+
+
+def test_each_rank_repeats_its_own_batches_of_a_window_that_was_resumed(world2, tmp_path):
+    whole, resumed = zip(*world2(sam_resumed_inside_a_window, str(tmp_path)), strict=True)
+    for mine, expected in zip(resumed[1], whole[1], strict=True):
+        assert torch.equal(mine, expected)
+
+
+def sam_resumed_inside_a_window(folder: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def train(**settings: object) -> list[torch.Tensor]:
+        model = make_model(dtype=torch.float64)
+        optimizer = make_optimizer("SAM", torch.optim.SGD(model.parameters(), lr=0.1), rho=0.05)
+        Trainer(model, nn.CrossEntropyLoss(), optimizer, ()).train(
+            make_data(16, dtype=torch.float64), max_duration="4ba", global_batch_size=4,
+            gradient_accumulation_steps=2, **settings,
+        )  # fmt: skip
+        return [p.detach() for p in model.parameters()]
+
+    whole = train(checkpoint_dir=folder, checkpoint_every="3ba")
+    return whole, train(resume_from=f"{folder}/checkpoint-ep0-ba3")

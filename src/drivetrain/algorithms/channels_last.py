@@ -6,9 +6,10 @@ Values and shapes stay; only the order in memory changes. Inputs have to follow,
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, warn_no_effect
+from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, warn_no_effect
 from drivetrain.core.types import Settings
 from drivetrain.module.convolutions import channels_last_input, to_channels_last
+from drivetrain.module.surgery import check_unwrapped
 
 
 def apply_channels_last(model: nn.Module, optimizers: Optimizers = None) -> None:

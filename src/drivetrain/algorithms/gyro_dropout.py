@@ -15,6 +15,7 @@ from drivetrain.context.state import State
 from drivetrain.core import ConfigError, Event, Logger
 from drivetrain.core.arguments import check_counts, check_fractions
 from drivetrain.module.surgery import replace_module_classes
+from drivetrain.runtime.seeds import derive_seed
 
 
 class GyroDropoutLayer(nn.Module):
@@ -40,6 +41,8 @@ class GyroDropoutLayer(nn.Module):
         self._count = 0  # the host's copy of `steps`, so that no step waits for the device
         self.counts_passes = True
         """Whether each forward pass is a step; False if the loop marks the steps."""
+        self.seed: int | None = None
+        """What masks and choices depend on, the same on all ranks; None: on torch's generators."""
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("masks", None)
         self.register_buffer("picks", None)
@@ -69,18 +72,32 @@ class GyroDropoutLayer(nn.Module):
     def _prepare(self, x: Tensor) -> None:
         """Draw the masks when the first batch shows their shape; count the pass where that is the layer's own task."""
         if self.masks is None:
-            self.masks = (torch.rand(self.sigma, *x.shape[1:], device=x.device) >= self.p).to(torch.uint8)
+            drawn = torch.rand(self.sigma, *x.shape[1:], device=x.device, generator=self._generator("masks"))
+            self.masks = (drawn >= self.p).to(torch.uint8)
         if self.counts_passes:
             self.choose(self._count)
         elif self.picks is None:  # a pass before the first step
-            self.picks = torch.randint(self.sigma, (self.tau,), device=x.device)
+            self._pick(0)
+
+    def begin_run(self, total_iterations: int, seed: int) -> None:
+        """Take the length of a run whose loop marks the steps, and a seed that all ranks share."""
+        self.total_iterations, self.seed, self.counts_passes = total_iterations, seed, False
 
     def choose(self, step: int) -> None:
         """Begin a training step: choose other masks where the interval is over."""
         if self.picks is None or step % self.interval == 0:
-            self.picks = torch.randint(self.sigma, (self.tau,), device=self.steps.device)
+            self._pick(step)
         self._count = step + 1
         self.steps += 1
+
+    def _pick(self, step: int) -> None:
+        device = self.steps.device
+        self.picks = torch.randint(self.sigma, (self.tau,), device=device, generator=self._generator("picks", step))
+
+    def _generator(self, use: str, *step: int) -> torch.Generator | None:
+        if self.seed is None:
+            return None
+        return torch.Generator(self.steps.device).manual_seed(derive_seed(self.seed, use, *step))
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
         # A new layer has no masks yet, and torch would call the saved ones unexpected.
@@ -149,8 +166,8 @@ class GyroDropout(ModelSurgery):
                 "batches, or in epochs of a loader with a length."
             )
         self._layers = [module for module in state.model.modules() if isinstance(module, GyroDropoutLayer)]
-        for layer in self._layers:
-            layer.total_iterations, layer.counts_passes = total, False
+        for index, layer in enumerate(self._layers):
+            layer.begin_run(total, derive_seed(state.seed, type(self).__name__, index))
 
     def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
         apply_gyro_dropout(model, 0, 0, self.p, self.sigma, self.tau, optimizers)

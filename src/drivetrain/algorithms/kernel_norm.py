@@ -60,7 +60,7 @@ class KernelNorm(Algorithm):
         elif self._seen is None or self._seen[0] is not model:
             self._seen = model, self._kernels(model)
         if self._seen is not None:
-            normalise_kernels(self._seen[1])
+            normalise_kernels([kernel for kernel in self._seen[1] if kernel.requires_grad])  # LayerFreezing freezes
 
     def _kernels(self, model: nn.Module) -> list[Tensor]:
         convolutions = [m for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, model_of, warn_no_effect
+from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, model_of, warn_no_effect
 from drivetrain.algorithms.utils.run import progress_to
 from drivetrain.context.state import State
 from drivetrain.core import ConfigError, ConfigTypeError, Event, Logger, Time, TimeUnit, ensure_time
@@ -22,6 +22,7 @@ from drivetrain.core.arguments import check_choice, check_fractions
 from drivetrain.core.types import Settings, StateDict
 from drivetrain.module.blocks import repeated_blocks, select_modules
 from drivetrain.module.probing import keeps_shape
+from drivetrain.module.surgery import check_unwrapped
 from drivetrain.module.wrapping import GeneratedClass, subclass_of, user_class
 from drivetrain.runtime.seeds import derive_seed
 

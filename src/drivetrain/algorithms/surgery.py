@@ -16,7 +16,6 @@ from drivetrain.core import Algorithm, ConfigError, ConfigTypeError, Event, Logg
 from drivetrain.core.errors import NoEffectWarning, unknown_name, warn
 from drivetrain.module.precision import Precision, parse_precision
 from drivetrain.module.surgery import count_module_instances, replace_module_classes
-from drivetrain.module.wrapping import wrapping_of
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
 M = TypeVar("M", bound=nn.Module)
@@ -80,17 +79,6 @@ def rebind_units(state: State) -> None:
 def warn_no_effect(message: str) -> None:
     """Warn that an algorithm changed nothing."""
     warn(message, NoEffectWarning)
-
-
-def check_unwrapped(model: nn.Module, who: str) -> None:
-    """Reject a model that a wrapper, sharding or compilation already relies on as it is."""
-    for name, child in model.named_modules():
-        kind = wrapping_of(child)
-        if kind is not None:
-            where = f"its submodule {name!r}" if name else "the model"
-            raise ConfigTypeError(
-                f"{who}: {where} is already wrapped ({kind}). Change layers first, then wrap, shard or compile."
-            )
 
 
 def with_settings(module: M, **attributes: object) -> M:

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, warn_no_effect
+from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, warn_no_effect
 from drivetrain.core.arguments import check_counts
 from drivetrain.core.errors import warn
-from drivetrain.module.surgery import count_module_instances
+from drivetrain.module.surgery import check_unwrapped, count_module_instances
 
 
 class WeightStandardizer(nn.Module):

@@ -16,7 +16,7 @@ from drivetrain.core.errors import warn
 from drivetrain.optim.optimizers import DecoupledSGDW
 from drivetrain.optim.positions import compile_state_schedule
 from drivetrain.train.batches import BatchOutput
-from drivetrain.train.callbacks import get_default_callbacks
+from drivetrain.train.callbacks import MoveModulesToDeviceCallback, TerminateOnNaNCallback, get_default_callbacks
 from drivetrain.train.tracking import MetricSet
 from drivetrain.train.trainer import Trainer as NativeTrainer
 
@@ -76,11 +76,8 @@ class Trainer(NativeTrainer):
         **others: Any,
     ):
         others = {name: value for name, value in others.items() if value is not None and value is not False}
-        self._for_train: dict[str, object] = {}
-        for name in [name for name in others if name in _FOR_TRAIN]:
-            value = others.pop(name)
-            if value is not None and value != -1:
-                self._for_train[_FOR_TRAIN[name]] = value
+        given = {_FOR_TRAIN[name]: others.pop(name) for name in _FOR_TRAIN if name in others}
+        self._for_train = {name: value for name, value in given.items() if value != -1}
         if autoresume:
             self._for_train["resume_from"] = "auto"
         if step_schedulers_every_batch is False:
@@ -96,10 +93,11 @@ class Trainer(NativeTrainer):
                 "Trainer(optimizers=None): DecoupledSGDW with a learning rate of 0.1 is used, as Composer does. Give an optimizer."
             )
             optimizers = DecoupledSGDW(model.parameters(), lr=0.1)
-        bar, loggers = get_default_callbacks(progress_bar=progress_bar), ensure_tuple(loggers)
+        shown = get_default_callbacks() if progress_bar else (MoveModulesToDeviceCallback, TerminateOnNaNCallback)
+        loggers = ensure_tuple(loggers)
         super().__init__(
             model,
-            callbacks=[*bar, *ensure_tuple(callbacks), *filter(_watches, loggers)],
+            callbacks=[*shown, *ensure_tuple(callbacks), *filter(_watches, loggers)],
             algorithms=ensure_tuple(algorithms),
             loggers=loggers,
             state=ComposerState(seed=others.get("seed"), run_name=run_name or ""),
@@ -139,7 +137,7 @@ class Trainer(NativeTrainer):
             return super().get_metric_inputs(batch, batch_output)
         return model.eval_forward(batch, batch_output["model_outputs"]), batch
 
-    def _compiled(self, schedule: Any, optimizer: Any) -> Any:
+    def _compiled(self, schedule: Any, optimizer: object) -> Any:
         return compile_state_schedule(schedule, self.state, self._schedule_ratio())
 
 

@@ -131,13 +131,13 @@ def ensure_data_spec(dataloader: Any) -> DataSpec:
 
 
 def get_sampler(
-    dataset: Dataset[Any],
+    dataset: Dataset[object],
     *,
     drop_last: bool = False,
     shuffle: bool = False,
     num_replicas: int | None = None,
     rank: int | None = None,
-) -> DistributedSampler[Any]:
+) -> DistributedSampler[object]:
     """Return a sampler for the share of this process, also where there is only one."""
     world = get_num_processes() if num_replicas is None else num_replicas
     return DistributedSampler(dataset, world, get_rank() if rank is None else rank, shuffle, drop_last=drop_last)

@@ -5,7 +5,7 @@ fills gradients through hooks that `backward(inputs=...)` does not trigger, so a
 restored. Compiled graphs free their buffers after one backward unless they are configured not to.
 
 Our own average sends one flat tensor per type and about 25 MB, in the fixed order of the parameters, all at once. A gradient that is
-missing on one rank counts as zero. If it is missing on all ranks it stays missing, as on one process.
+missing on one rank counts as zero. If it is missing on all ranks it stays missing, as on one process. A sparse one is sent dense.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +21,7 @@ from drivetrain.module.wrapping import inner_attribute, is_compiled_shell, is_fu
 from drivetrain.runtime.ranks import data_group, is_distributed, num_data_ranks
 
 BUCKET_BYTES = 25 * 1024 * 1024
+_SPARSE = 1 << 12  # the flag of a sparse gradient, more than the ranks that may have a dense one
 Group = dist.ProcessGroup | None
 """The ranks that are averaged over; None for the default group."""
 
@@ -86,27 +87,30 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: Group) -> None:
     if not trained:
         return
     world = dist.get_world_size(group)
-    device, has_gradient = trained[0].device, [p.grad is not None for p in trained]
-    flags = torch.tensor(has_gradient, dtype=torch.float32, device="cpu", pin_memory=device.type == "cuda")
+    device = trained[0].device
+    kinds = [0 if p.grad is None else _SPARSE if p.grad.is_sparse else 1 for p in trained]
+    flags = torch.tensor(kinds, dtype=torch.float32, device="cpu", pin_memory=device.type == "cuda")
     flags = flags.to(device, non_blocking=True)  # from pinned memory: the host does not wait
     sent = []
     for bucket in _buckets(trained):
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in bucket]
         flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(world)
         sent.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
     work = dist.all_reduce(flags, group=group, async_op=True)
     for bucket, flat, sending in sent:
         sending.wait()
         for p, part in zip(bucket, flat.split([p.numel() for p in bucket])):
-            if p.grad is None:
+            if p.grad is None or p.grad.is_sparse:
                 p.grad = part.view_as(p).clone()
             else:
                 p.grad.copy_(part.view_as(p))
     work.wait()
-    if not all(has_gradient):  # rare, so this read of a few flags is not worth avoiding
-        for p, ranks_with_gradient in zip(trained, flags.tolist()):
-            if ranks_with_gradient == 0:
+    if set(kinds) != {1}:  # rare, so this read of a few flags is not worth avoiding
+        for p, kinds_on_ranks in zip(trained, flags.tolist()):
+            if kinds_on_ranks == 0:
                 p.grad = None
+            elif kinds_on_ranks >= _SPARSE and p.grad is not None:
+                p.grad = p.grad.to_sparse(1)  # of an embedding: whole rows
 
 
 def start_sum_over_ranks(value: Count, device: torch.device | str | None, group: Group = None) -> Callable[[], Count]:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from drivetrain.core.errors import ConfigTypeError
 from drivetrain.module.wrapping import wrapping_of
 
 ReplacementFunction = Callable[[nn.Module, int], nn.Module | None]
@@ -46,7 +47,7 @@ def replace_module_classes(
     >>> type(model[0]).__name__, len(pairs)
     ('GELU', 1)
     """
-    _check_not_wrapped(module)
+    check_unwrapped(module, f"replacing layers of {type(module).__name__}")
     optimizer_list = _as_list(optimizers)
     counters = indices if indices is not None else {}
     for cls in policies:
@@ -72,14 +73,14 @@ def count_module_instances(module: nn.Module, cls_or_tuple: type[nn.Module] | tu
     return sum(isinstance(child, cls_or_tuple) for child in module.modules() if child is not module)
 
 
-def _check_not_wrapped(module: nn.Module) -> None:
-    for name, child in module.named_modules():
+def check_unwrapped(model: nn.Module, who: str) -> None:
+    """Reject a model that a wrapper, sharding or compilation already relies on as it is."""
+    for name, child in model.named_modules():
         kind = wrapping_of(child)
         if kind is not None:
-            where = f"its submodule {name!r}" if name else "the module"
-            raise TypeError(
-                f"cannot replace layers of {type(module).__name__}: {where} is already wrapped ({kind}), and the "
-                "wrapper would keep using the old layers. Replace layers first, then wrap, shard or compile."
+            where = f"its submodule {name!r}" if name else "the model"
+            raise ConfigTypeError(
+                f"{who}: {where} is already wrapped ({kind}). Change layers first, then wrap, shard or compile."
             )
 
 

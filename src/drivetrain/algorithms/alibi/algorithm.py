@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, warn_no_effect
+from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, warn_no_effect
 from drivetrain.context.state import State
 from drivetrain.core import ConfigError, ConfigTypeError, Event, Logger
 from drivetrain.core.arguments import check_counts, check_number
@@ -24,7 +24,12 @@ from drivetrain.core.errors import unknown_name
 from drivetrain.core.types import Batch
 from drivetrain.module import attention
 from drivetrain.module.attention import ATTRIBUTE, AttentionAdapter, AttentionBias, find_attention, registered_attention
-from drivetrain.module.surgery import count_module_instances, replace_module_classes, update_params_in_optimizer
+from drivetrain.module.surgery import (
+    check_unwrapped,
+    count_module_instances,
+    replace_module_classes,
+    update_params_in_optimizer,
+)
 from drivetrain.module.wrapping import user_class
 
 _TABLES = {"BertEmbeddings": "position_embeddings", "RobertaEmbeddings": "position_embeddings", "GPT2Model": "wpe"}
