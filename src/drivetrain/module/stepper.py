@@ -188,9 +188,9 @@ class Stepper:
                 for found in self.scaler._found_inf_per_device(self.optimizer).values():
                     on_any_rank(found, self.sync.group())
         if not (self.window.is_plain or self.is_complete):
-            self._scale_to_items(self.parameters)
+            self._scale_to_items()
 
-    def _scale_to_items(self, parameters: Iterable[Tensor]) -> Count:
+    def _scale_to_items(self, parameters: Iterable[Tensor] | None = None) -> Count:
         """Multiply gradients by the factor that makes them the mean over the items of the window; return the factor."""
         window = self.window
         total, self._total = None if self._total is None else self._total(), None
@@ -199,7 +199,7 @@ class Stepper:
         factor = window.correction(total)
         if factor is None:
             return 1.0
-        scale_gradients(parameters, factor)
+        scale_gradients(self.parameters if parameters is None else parameters, factor)
         return factor
 
     def step(self, closure: Callable[[], object] | None = None) -> None:
