@@ -113,8 +113,8 @@ def test_mistakes_are_explained_and_end_with_status_2(argv, words, capsys):
     [
         (["--resume", "nowhere"], "resume: nowhere is neither the folder of a run"),
         (["--resume", "nowhere", "--distributed", "--nproc-per-node", "2"], "resume: nowhere is neither the folder"),
-        (["--run-name", "taken"], "already exists. Use another --run-name"),
-        (["--run-name", "taken", "--distributed"], "already exists. Use another --run-name"),
+        (["--run-name", "taken"], "already exists. Choose another --run-name"),
+        (["--run-name", "taken", "--distributed"], "already exists. Choose another --run-name"),
         (["--distributed", "--node-rank", "3"], "node_rank=3 does not fit nnodes=1"),
         (["--device", "cuda:99"], "cuda"),
         (["--output-dir", "file"], "cannot create the run folder"),

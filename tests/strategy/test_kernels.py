@@ -59,7 +59,7 @@ def test_it_passes_the_dry_run_and_says_what_it_does():
         make_model(), torch.optim.AdamW, make_data(32), loss_func, None, "unpack_dict", ADAM, device="cpu",
         dataloader_args={"batch_size": 8, "num_workers": 0}, load_strategy=["chunked_cross_entropy"],
     )  # fmt: skip
-    assert any("dry run: loss" in reason for reason in plan.reasons) and "'head' is in the loss" in plan.explain()
+    assert any("dry run: loss" in reason for reason in plan.reasons) and "'head' is part of the loss" in plan.explain()
     batch = next(iter(result.dataloader))
     assert result.model(**batch).shape[-1] == WIDTH and result.model.eval()(**batch).shape[-1] == VOCAB
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, ResumeError
 from drivetrain.train.closures import WindowRepeat, requires_closure
 from drivetrain.train.resuming import make_optimizer
 from drivetrain.train.trainer import Trainer
@@ -121,17 +121,20 @@ def test_each_rank_repeats_its_own_batches_of_a_window_that_was_resumed(world2, 
     whole, resumed = zip(*world2(sam_resumed_inside_a_window, str(tmp_path)), strict=True)
     for mine, expected in zip(resumed[1], whole[1], strict=True):
         assert torch.equal(mine, expected)
+    with pytest.raises(ResumeError, match="2 ranks evaluate again"):
+        train_sam(resume_from=tmp_path / "checkpoint-ep0-ba3")
 
 
 def sam_resumed_inside_a_window(folder: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    def train(**settings: object) -> list[torch.Tensor]:
-        model = make_model(dtype=torch.float64)
-        optimizer = make_optimizer("SAM", torch.optim.SGD(model.parameters(), lr=0.1), rho=0.05)
-        Trainer(model, nn.CrossEntropyLoss(), optimizer, ()).train(
-            make_data(16, dtype=torch.float64), max_duration="4ba", global_batch_size=4,
-            gradient_accumulation_steps=2, **settings,
-        )  # fmt: skip
-        return [p.detach() for p in model.parameters()]
+    whole = train_sam(checkpoint_dir=folder, checkpoint_every="3ba")
+    return whole, train_sam(resume_from=f"{folder}/checkpoint-ep0-ba3")
 
-    whole = train(checkpoint_dir=folder, checkpoint_every="3ba")
-    return whole, train(resume_from=f"{folder}/checkpoint-ep0-ba3")
+
+def train_sam(**settings: object) -> list[torch.Tensor]:
+    model = make_model(dtype=torch.float64)
+    optimizer = make_optimizer("SAM", torch.optim.SGD(model.parameters(), lr=0.1), rho=0.05)
+    Trainer(model, nn.CrossEntropyLoss(), optimizer, ()).train(
+        make_data(16, dtype=torch.float64), max_duration="4ba", global_batch_size=4,
+        gradient_accumulation_steps=2, **settings,
+    )  # fmt: skip
+    return [p.detach() for p in model.parameters()]

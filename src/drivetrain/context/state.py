@@ -53,7 +53,6 @@ class State(Context):
         ).split()
     )
     _kinds: ClassVar[dict[str, Kind]] = {"algorithms": _PLUGINS, "callbacks": _PLUGINS, "generators": _GENERATORS}
-    rank_local = ("window_batches.memories",)  # each rank has batches of its own
     _holders = frozenset({"model", "loss_fn", "optimizers", "schedulers", "scaler", "train_dataloader"})
 
     window_batches: Item

@@ -7,7 +7,7 @@ outputs, loss and gradients is part of the function that is minimised. With any 
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from drivetrain.context.moving import move_to_device
 from drivetrain.context.state import State
 from drivetrain.core.containers import with_attributes
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, ResumeError
 from drivetrain.core.types import StateDict
 from drivetrain.module.accumulation import Count
 from drivetrain.module.gradient_sync import start_sum_over_ranks
@@ -175,6 +175,16 @@ class WindowRepeat:
             kept["sizes"] = None if saved["sizes"] is None else tuple(saved["sizes"])
             kept["generators"] = {name: value.cpu() for name, value in saved["generators"].items()}
             self._memories.append(_Memory(**kept))
+
+
+def merge_memories(saved: Sequence[Sequence[object]], rank: int) -> list[object]:
+    """Return the remembered batches for another number of ranks: none, since those of an open window cannot be divided."""
+    if any(saved):
+        raise ResumeError(
+            f"the checkpoint was taken inside an accumulation window whose batches {len(saved)} ranks evaluate again. Resume with as many, "
+            "or from a checkpoint between two updates."
+        )
+    return []
 
 
 class _SecondScale:

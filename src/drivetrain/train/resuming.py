@@ -30,6 +30,7 @@ from drivetrain.runtime.signals import StopSignals, exit_status, is_stop, requeu
 from drivetrain.train import loaders
 from drivetrain.train.agreement import StopVote
 from drivetrain.train.checkpoints import CheckpointSchedule, restore_from
+from drivetrain.train.closures import merge_memories
 from drivetrain.train.logbook import Logbook
 from drivetrain.train.run import EvaluationPlan, EvaluationState, LoaderReplay, Measures, Run
 from drivetrain.train.settings import AnyPath, TrainSettings
@@ -121,10 +122,11 @@ def fill_state(trainer: "Trainer") -> None:
     run, state, history = trainer.run, trainer.state, trainer.run_history
     settings, loader = run.require_settings(), run.data.train
     state._before_load = partial(_add_required_algorithms, weakref.ref(trainer))
-    # An open window's gradients are each rank's own.
+    # An open window's gradients and batches are each rank's own.
     state._rank_local = {
         "gradients.partial": merge_windows,
         "optimizers.*.partial": partial(merge_windows, counted="weight"),
+        "window_batches.memories": merge_memories,
     }
     if settings.resume_from is None:
         state.clock.reset()

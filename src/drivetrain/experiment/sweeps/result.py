@@ -252,7 +252,7 @@ def read_sweep(folder: str | Path) -> SweepResult:
     for trial in trials:
         if trial.objectives and len(trial.objectives) != count:
             raise ExperimentError(
-                f"the journal in {folder} has {count} objectives, but trial {trial.index} has another number of values."
+                f"the journal in {folder} has {count} objectives, but trial {trial.index} has {len(trial.objectives)} values."
             )
     return SweepResult(trials, goal=goal, folder=Path(folder))
 
