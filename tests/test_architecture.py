@@ -133,9 +133,9 @@ def test_modules_of_a_folder_do_not_import_each_other_in_a_circle(folder):
 
 
 # Measures of the whole tree. Each ceiling is what was measured when it was last lowered: lower it with your change, never raise it.
-ANY_CEILING = 1110
+ANY_CEILING = 1069
 """Annotations with `Any`."""
-WRITES_CEILING = 600
+WRITES_CEILING = 585
 """Attributes that are written from outside their class."""
 LONGEST = {"train/trainer.py": 600}
 """Files that may have more than 500 lines, and how many."""

@@ -262,6 +262,8 @@ def test_the_algorithm_that_scales_a_run_scales_its_schedule():
 def test_arguments_that_ask_for_nothing_are_taken_and_the_name_of_the_run_is_kept():
     trainer = make(run_name="first", parallelism_config=None, load_weights_only=False, compile_config=None)
     assert trainer.state.run_name == "first"
+    with pytest.raises(TypeError, match="'progres_bar'"):
+        make(progres_bar=False)
     for name in ("algorithm_passes", "save_filename", "log_traces", "profiler", "load_ignore_keys"):
         with pytest.raises(TypeError, match=rf"{name}'\. Write instead: "):
             make(**{name: ["anything"]})

@@ -17,6 +17,7 @@ from drivetrain.optim.optimizers import DecoupledSGDW
 from drivetrain.optim.positions import compile_state_schedule
 from drivetrain.train.batches import BatchOutput
 from drivetrain.train.callbacks import MoveModulesToDeviceCallback, TerminateOnNaNCallback, get_default_callbacks
+from drivetrain.train.signatures import FOREIGN_ARGUMENTS
 from drivetrain.train.tracking import MetricSet
 from drivetrain.train.trainer import Trainer as NativeTrainer
 
@@ -75,7 +76,9 @@ class Trainer(NativeTrainer):
         run_name: str | None = None,
         **others: Any,
     ):
-        others = {name: value for name, value in others.items() if value is not None and value is not False}
+        known = FOREIGN_ARGUMENTS.load().keys() | _FOR_TRAIN.keys()
+        asked = {name: value for name, value in others.items() if value is not None and value is not False}
+        others = asked | {name: value for name, value in others.items() if name not in known}
         given = {_FOR_TRAIN[name]: others.pop(name) for name in _FOR_TRAIN if name in others}
         self._for_train = {name: value for name, value in given.items() if value != -1}
         if autoresume:
