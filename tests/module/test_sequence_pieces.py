@@ -115,6 +115,7 @@ def test_losses_and_gradients_on_pieces_are_those_of_the_plain_model(world2, wor
 
 @pytest.mark.slow
 def test_models_of_transformers_on_pieces_have_the_losses_and_gradients_of_the_plain_ones(world2):
+    pytest.importorskip("transformers")
     check(world2(compare, ["gpt2", "llama"], timeout=180), 2)
 
 

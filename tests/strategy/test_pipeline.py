@@ -242,6 +242,7 @@ def train_gpt2():
 
 @pytest.mark.slow
 def test_a_model_of_transformers_is_cut_and_trains_like_the_whole_one(world2):
+    pytest.importorskip("transformers")
     model, rows, expected = gpt2(), Texts(24).tokens, []
     optimizer = torch.optim.AdamW(model.parameters(), **tasks.ADAM)
     for batch in rows.split(8):

@@ -219,6 +219,10 @@ CUTS = ("error", "error", "signal")
 
 NAMED: dict = {
     "state that is not a tensor": ({}, [[("error", 0.5)]]),
+    "a random sample that is read ahead of the loop": ({"data": "plain stream", "every": "1ba"}, [[("error", 0.5)]]),
+    "a sampler with numbers of its own, and epochs that a limit ends": (
+        {"data": "smart sampler", "limit": 3, "every": "1ep"}, [[("error", 0.6)]]
+    ),
     "killed in the last evaluation of a run that ends inside an epoch": (
         {"duration": "8ba", "evaluation": "samples", "callbacks": ("best",), "every": "1ep"}, [[("error", 0.97)]]
     ),
@@ -265,6 +269,8 @@ def draw(seed):
         "limit": chance.choice([None, None, None, 3]), "algorithms": chance.sample(list(ALGORITHMS), chance.choice([0, 0, 1, 2])),
         "callbacks": chance.sample(list(CALLBACKS), chance.choice([0, 1, 2])), "units": chance.random() < 0.1,
     }  # fmt: skip
+    if one["units"]:  # whose model evaluates otherwise
+        one.update(evaluation="none", algorithms=[])
     one["interval"] = None if one["evaluation"] == "none" else chance.choice([None, 1, "2ba", "2st", "0.2dur"])
     if one["policy"] == "rollback" or "rollback" in one["callbacks"]:  # a stop saves, and so adds a state to return to
         return one, [("error", chance.random()) for _ in range(chance.choice([1, 1, 2, 3]))]
@@ -339,15 +345,20 @@ def check(one, cuts, folder, whole=None):
         warnings.simplefilter("ignore")
         try:
             expected, events = whole = whole or run(one, folder / "whole", {})
-        except DrivetrainError:
+        except (DrivetrainError, ValueError):
             return None
         batches: dict = {}
-        for seed, (kind, part) in enumerate(cuts):  # the program draws other numbers each time, as without a seed
-            found, _ = run(one, folder / "cut", batches, kind, 1 + int(part * events), seed)
+        for seed, (kind, part) in enumerate(
+            [*cuts, ("", 0)]
+        ):  # the program draws other numbers each time, as without a seed
+            if not any(
+                (folder / "cut" / "checkpoints").glob("checkpoint-*")
+            ):  # nothing was saved, so it starts from the beginning
+                batches.clear()
+                seed = 0
+            found, _ = run(one, folder / "cut", batches, kind, 1 + int(part * events) if kind else 0, seed)
             if found is not None:
                 break
-        else:
-            found, _ = run(one, folder / "cut", batches, seed=len(cuts))
     assert found.keys() == expected.keys(), (one, cuts)
     for name, value in expected.items():
         assert _alike(value, found[name]), (name, value, found[name], one, cuts)

@@ -393,7 +393,11 @@ class SmartDataLoader(DataLoader[T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch `epoch`, from its beginning; a restored position in that epoch is kept."""
         check_count("epoch", epoch, at_least=0, owner="set_epoch", error=ParameterError)
-        if self._cursor.started or self._cursor.epoch != epoch:
+        last = self._cursor
+        if last.start and not last.started and epoch > last.epoch and self._order is not None:
+            # The rest of the restored epoch is left out, and the user's sampler goes on after having drawn it.
+            self._order.batches(self._seed, last.epoch, last.start, self._share())
+        if last.started or last.epoch != epoch:
             self._cursor = Cursor(epoch)
 
     @property

@@ -330,6 +330,8 @@ def check_scheduler(given: object, optimizer: object, units: object, *, is_calle
     elif is_called:
         example = "a function of the optimizer, such as functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100)"
         check_callable("create_scheduler_fn", given, example, classes=True)
+        if isinstance(given, nn.Module):
+            raise ConfigTypeError(f"create_scheduler_fn={given!r} is a module. Expected {example}.")
 
 
 def check_schedule_length(scheduler: object, run: "Run") -> None:

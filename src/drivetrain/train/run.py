@@ -324,11 +324,15 @@ class LoaderReplay:
         self._start: StateDict | None = None  # how the current epoch began
         self._saved: list[StateDict | None] = []  # of each data rank of a checkpoint
         self._restored: StateDict | None = None
+        self._before_ahead: StateDict | None = (
+            None  # the random state when the batch was read that is ahead of the loop
+        )
 
     def state_dict(self) -> list[StateDict | None]:
         """Return how the epoch began on each data rank. All ranks must call this."""
         settings = {"settings": self._settings, "num_workers": self._num_workers}
-        return of_data_ranks({**(self._start or {}), "now": pack(loader_state(self._loader)), **settings})
+        now = {"now": pack(loader_state(self._loader)), "before_ahead": self._before_ahead}
+        return of_data_ranks({**(self._start or {}), **now, **settings})
 
     def load_state_dict(self, state: list[StateDict | None]) -> None:
         """Take what `state_dict` returned; `go_on_after` uses it."""
@@ -371,7 +375,7 @@ class LoaderReplay:
         start, done = self._restored, clock.batch_in_epoch
         if start is None:
             self._start = {"rng": capture_rng(), "loader": pack(loader_state(self._loader))}
-            return iter(loader)
+            return self._noting(iter(loader)) if ahead else iter(loader)
         self._restored, now = None, capture_rng()
         loaders.set_epoch(loader, clock.epoch)
         restore_rng(start["rng"])
@@ -383,6 +387,22 @@ class LoaderReplay:
                 f"the training loader ({self._name}) has {found} batches, but the checkpoint was taken after {done} batches of the epoch. "
                 "Resume with the data of the interrupted run, or from a checkpoint at the end of an epoch."
             )
+        if not ahead:
+            restore_rng(now)
+            return batches
+        self._before_ahead = start.get("before_ahead")
+        if self._before_ahead is not None:
+            restore_rng(self._before_ahead)
         following = list(islice(batches, ahead))
         restore_rng(now)
-        return chain(following, batches)
+        return chain(following, self._noting(batches))
+
+    def _noting(self, batches: Iterator[object]) -> Iterator[object]:
+        """Keep the random state before each batch: training the batch before it draws numbers in between."""
+        while True:
+            self._before_ahead = capture_rng()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
