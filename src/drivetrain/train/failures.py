@@ -46,7 +46,7 @@ _ADVICE = {
     "detach() it.",
     "more than 1 value per channel": "A batch norm cannot train on one sample: train_dataloader_kwargs={'drop_last': True}, or another "
     "batch size.",
-    "equal size": "What is stacked has one shape: pad or crop it, samples in a collate_fn.",
+    "equal size": "Tensors that are stacked need one shape: pad or crop them; the samples of a batch in a collate_fn.",
     "default_collate: batch must contain": "The default collate_fn takes tensors, arrays, numbers, and dicts or lists of them: convert the "
     "samples in the dataset, or pass a collate_fn.",
 }

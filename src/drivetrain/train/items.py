@@ -193,9 +193,7 @@ def _probe(trainer: "TrainerHooks", batch: object, random: StateDict) -> LossIte
             return carried_loss(outputs) if own is None else own(outputs, part)
 
     with trainer.state.preserve_random():
-        trainer.state.restore_random(
-            **random
-        )  # so that it makes the choices of the pass before, such as skipped blocks
+        trainer.state.restore_random(**random)  # the choices of the pass before, such as skipped blocks
         return follow_loss(model, part, min(2, rows), loss)[0]
 
 

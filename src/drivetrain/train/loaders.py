@@ -288,8 +288,8 @@ def mover(device: torch.device | str, loader: object) -> Callable[..., object] |
 def look_ahead(loader: Iterable[object], done: int = 0) -> Iterator[tuple[object, bool]]:
     """Yield each batch after the first `done` of an epoch, and whether it is the last, by reading one batch ahead.
 
-    A `SmartDataLoader` knows without, unless it is told to read nothing ahead: then no batch is the last. Its position counts what was
-    handed out, so nothing may be read ahead of the loop; and of no other loader that saves itself, so that none of its batches is the last.
+    A `SmartDataLoader` knows which one is the last, unless it reads nothing ahead itself. It and every other loader that saves its own
+    position must not be read ahead of the loop, because the position counts what the iterator has returned: there no batch is the last.
 
     >>> list(look_ahead("ab"))
     [('a', False), ('b', True)]

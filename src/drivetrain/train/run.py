@@ -324,9 +324,7 @@ class LoaderReplay:
         self._start: StateDict | None = None  # how the current epoch began
         self._saved: list[StateDict | None] = []  # of each data rank of a checkpoint
         self._restored: StateDict | None = None
-        self._before_ahead: StateDict | None = (
-            None  # the random state when the batch was read that is ahead of the loop
-        )
+        self._before_ahead: StateDict | None = None  # the random state when the batch ahead of the loop was read
 
     def state_dict(self) -> list[StateDict | None]:
         """Return how the epoch began on each data rank. All ranks must call this."""
@@ -398,7 +396,10 @@ class LoaderReplay:
         return chain(following, self._noting(batches))
 
     def _noting(self, batches: Iterator[object]) -> Iterator[object]:
-        """Keep the random state before each batch: training the batch before it draws numbers in between."""
+        """Keep the random state before each batch that this process makes: training draws numbers in between."""
+        if self._num_workers:
+            yield from batches
+            return
         while True:
             self._before_ahead = capture_rng()
             try:

@@ -351,13 +351,13 @@ class MetricSet:
     0.6667
     """
 
-    def __init__(self, metrics: object = None, *, argument: str = "metrics", beside: "MetricSet | None" = None):
+    def __init__(self, metrics: object = None, *, argument: str = "metrics", other: "MetricSet | None" = None):
         self._stateful: dict[str, Any] = {}  # torchmetrics metrics; a collection has the name ""
         self._plain: dict[str, PlainMetric] = {}
         self._means: dict[str, LossTracker] = {}
         if metrics is None:
             return
-        shared = {id(part) for metric in (beside._stateful.values() if beside else ()) for part in metric.modules()}
+        shared = {id(part) for metric in (other._stateful.values() if other else ()) for part in metric.modules()}
         if _is_torchmetrics(metrics, "MetricCollection"):
             self._stateful[""] = _apart(metrics, shared)
             return

@@ -178,7 +178,7 @@ class Trainer(TrainerLoop):
         self.create_scheduler_fn = self.train_dataset = self.eval_dataset = None
         self.last_grad_norm: Tensor | None = None
         self._eval_metrics = MetricSet(metrics)
-        self._train_metrics = MetricSet(train_metrics, argument="train_metrics", beside=self._eval_metrics)
+        self._train_metrics = MetricSet(train_metrics, argument="train_metrics", other=self._eval_metrics)
         self.run.stepper = self.runtime.stepper
         self.run.repeat = self.state.window_batches = WindowRepeat(self.device)
         self._resume_next: AnyPath | None = None
