@@ -127,6 +127,22 @@ def test_an_update_that_is_not_finite_is_skipped_where_that_is_asked_for():
     assert stepper.update(skip_nonfinite=True) and not all(map(torch.equal, before, model.parameters()))
 
 
+def test_a_window_of_an_earlier_version_goes_on():
+    parts, first, second = make_parts([4, 4, 2, 2]), make_model(), make_model()
+    stepper, resumed = make_stepper(first, 4), make_stepper(second, 4)
+    for x, y in parts[:2]:
+        stepper.begin(last=False)
+        stepper.backward(stepper.weigh(F.cross_entropy(first(x), y), len(x), len(x)))
+    saved = copy.deepcopy(stepper.state_dict())
+    older = {name: count for name, count in saved["window"].items() if name not in ("is_sum", "length")}
+    resumed.load_state_dict({"window": older, "partial": {"items": 8, **saved["partial"]["grads"]}})
+    resumed.prepare()
+    take(resumed, second, parts[2:])
+    resumed.finish()
+    for p, expected in zip(second.parameters(), whole_gradients(parts)):
+        torch.testing.assert_close(p.grad, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(("length", "sizes"), [(6, [4, 4, 2, 2]), (1, [4, 4, 3])])
 def test_a_window_that_was_saved_goes_on_with_another_length(length, sizes):
     parts, first, second = make_parts(sizes), make_model(), make_model()

@@ -340,6 +340,8 @@ def load_sampler_state(order: SampleOrder, state: Any) -> None:
     part, held = _stateful_part(order), held_generators(order, "sampler")
     if part is not None:
         part.load_state_dict(state)
+    elif isinstance(state, Tensor) and held:  # of an earlier version: the state of a sampler's torch generator
+        next(one for one in held.values() if isinstance(one, torch.Generator)).set_state(state.cpu())
     elif isinstance(state, dict) and state.keys() <= held.keys():
         set_generators(held, unpack(state))
     else:

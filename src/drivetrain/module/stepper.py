@@ -272,18 +272,20 @@ class Stepper:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the window."""
         partial, window, counts = state["partial"], self.window, state["window"]
-        self.guard.load_state_dict(state["guard"])
-        if partial and state["axes"] != self.axes:
+        if "guard" in state:  # older checkpoints have none
+            self.guard.load_state_dict(state["guard"])
+        if partial and (state.get("axes") or {}) != self.axes:
             raise ResumeError(
-                f"the checkpoint was taken inside an accumulation window, with the axes {state['axes'] or 'of data alone'}, and this "
+                f"the checkpoint was taken inside an accumulation window, with the axes {state.get('axes') or 'of data alone'}, and this "
                 f"run has {self.axes or 'data alone'}: gradients of an open window belong to their ranks. Resume with the same plan, or "
                 "from a checkpoint between two updates."
             )
         window.load_state_dict({**counts, "items": partial.get("items", 0)})
         if partial and window.length == 1:
             window.is_plain = False  # what was collected elsewhere has weights, so what is added needs them too
-        grads, sparse = partial.get("grads", {}), partial.get("sparse", {})
-        factor = 1.0 if counts["is_sum"] else counts["length"] / window.length
+        grads = partial.get("grads", partial)  # earlier versions had no level between
+        sparse = partial.get("sparse", {})
+        factor = 1.0 if counts.get("is_sum") else counts.get("length", window.length) / window.length
         for name, parameter in self._named_parameters():
             saved = grads.get(name)
             if saved is None:
