@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from drivetrain.core import locking
-from drivetrain.core.locking import RUN_LOCK, FolderLock, is_locked, lock_held_here
+from drivetrain.core.locking import RUN_LOCK, FolderLock, Owner, is_locked, lock_held_here
 
 HOLD = """
 import sys, time
@@ -257,3 +257,11 @@ def test_another_thread_can_release_a_lock_while_the_heartbeat_starts(tmp_path, 
     assert lock.acquire()
     lock.release()
     assert released == [True]
+
+
+def test_an_owner_that_cannot_be_read_is_not_called_dead_because_this_process_released_a_lock(tmp_path):
+    lock = FolderLock(tmp_path)
+    assert lock.acquire()
+    lock.release()
+    lock.release()
+    assert Owner().is_alive() is None

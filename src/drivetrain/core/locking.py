@@ -65,7 +65,7 @@ class Owner:
 
     def is_alive(self) -> bool | None:
         """Return whether the process lives, or None where only its heartbeat shows it."""
-        if self.token in _released:
+        if self.token and self.token in _released:
             return False
         if os.name != "posix" or self.pid <= 0 or self.machine != _machine():
             return None
