@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.runtime import limits
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.seeds import capture_rng, same_state
 from drivetrain.strategy.dry_run import verify_plan
@@ -116,10 +117,15 @@ def write_counts(folder, group=None, machine=0, gibibytes=64):
     (folder / "meminfo").write_text(f"MemTotal: {gibibytes << 20} kB\n")
 
 
+def read_counts_from(folder, monkeypatch):
+    monkeypatch.setattr(limits, "GROUPS", folder)
+    monkeypatch.setattr(limits, "OWN_GROUPS", folder / "own")
+    monkeypatch.setattr(memory, "_MACHINE", folder / "vmstat")
+    monkeypatch.setattr(memory, "_MEMORY", folder / "meminfo")
+
+
 def test_a_killed_process_ran_out_of_memory_only_if_the_system_says_so_of_its_own_group(tmp_path, monkeypatch):
-    files = {"_GROUPS": "", "_OWN_GROUPS": "own", "_MACHINE": "vmstat", "_MEMORY": "meminfo"}
-    for name, file in files.items():
-        monkeypatch.setattr(memory, name, tmp_path / file)
+    read_counts_from(tmp_path, monkeypatch)
     write_counts(tmp_path, group=1, machine=5)
     kills = memory.MemoryKills()
     write_counts(tmp_path, group=1, machine=8)  # another container of this machine ran out of memory
@@ -129,9 +135,7 @@ def test_a_killed_process_ran_out_of_memory_only_if_the_system_says_so_of_its_ow
 
 
 def test_where_only_the_machine_counts_a_small_process_was_not_meant(tmp_path, monkeypatch):
-    files = {"_GROUPS": "", "_OWN_GROUPS": "own", "_MACHINE": "vmstat", "_MEMORY": "meminfo"}
-    for name, file in files.items():
-        monkeypatch.setattr(memory, name, tmp_path / file)
+    read_counts_from(tmp_path, monkeypatch)
     write_counts(tmp_path, machine=5)
     kills = memory.MemoryKills()
     assert not kills.explain(resident=60 << 30)  # the count has not risen

@@ -8,7 +8,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from drivetrain.core.errors import DeviceError, UnknownDeviceError, unknown_name
 from drivetrain.runtime.environment import launched_world
+from drivetrain.runtime.limits import cpu_limit, limited_memory, number_after
 
 ALIASES = {"gpu": "cuda"}
 KNOWN = ("auto", "cpu", "cuda", "gpu", "mps", "xpu", "meta")
@@ -81,7 +82,10 @@ def _local_device(kind: str) -> torch.device:
     count = module.device_count()
     if world.local_rank < count:
         return torch.device(kind, world.local_rank)
-    if count == 1 and world.launcher == "slurm":  # srun --gpus-per-task=1 shows every task its own device, as number 0
+    if count == 1 and world.launcher in (
+        "slurm",
+        "mpi",
+    ):  # srun --gpus-per-task=1 shows every task its own device, as number 0
         return torch.device(kind, 0)
     raise DeviceError(
         f"local rank {world.local_rank} has no {kind} device: {_visible(kind)}. Start at most one process "
@@ -112,10 +116,8 @@ def usable_cpus() -> int:
     """Return how many CPUs this process may use, by its affinity and its container's quota."""
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    with suppress(OSError, ValueError):  # not Linux, an older control group, or the word "max"
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
-        count = min(count, math.ceil(int(quota) / int(period)))
-    return max(1, count)
+    limit = cpu_limit()
+    return max(1, count if limit is None else min(count, math.ceil(limit)))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -146,10 +148,13 @@ def waiting_allowed() -> Iterator[None]:
 
 
 def device_memory(device: str | torch.device | None = "auto") -> tuple[int, int]:
-    """Return the free and the total bytes of a device. Free memory includes what torch's cache can release."""
+    """Return the free and the total bytes of a device. Free memory includes what torch's cache can release.
+
+    The CPU's memory is that of the machine, or less where a container limits it.
+    """
     chosen = choose_device(device)
     if chosen.type == "cpu":
-        return _host_memory()
+        return limited_memory(*_host_memory())
     if chosen.type == "mps":
         total = torch.mps.recommended_max_memory()
         return total - torch.mps.driver_allocated_memory(), total
@@ -163,12 +168,8 @@ def device_memory(device: str | torch.device | None = "auto") -> tuple[int, int]
 def _host_memory() -> tuple[int, int]:
     page = os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * page
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        available = os.sysconf("SC_AVPHYS_PAGES") * page
-    return available, total
+    available = number_after(Path("/proc/meminfo"), "MemAvailable:")
+    return os.sysconf("SC_AVPHYS_PAGES") * page if available is None else available * 1024, total
 
 
 # ---------------------------------------------------------------------- numbers that leave the device

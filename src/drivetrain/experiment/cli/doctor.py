@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from drivetrain.core.display import format_bytes
@@ -23,6 +22,7 @@ from drivetrain.experiment.command_line import JSON, argument
 from drivetrain.experiment.records import DEFAULT_PLACE, FAILED, INTERRUPTED, LOST, RUNNING, RunRecord
 from drivetrain.experiment.reports.gather import RunData, duration, gather_run, moment, tail
 from drivetrain.experiment.run_folder import MANIFEST, PARAMETERS, STATUS, read_json
+from drivetrain.runtime.limits import memory_kills, number_after
 
 REQUIRED = ("torch", "numpy", "PyYAML", "rich", "safetensors", "pydantic")
 OPTIONAL = {
@@ -310,7 +310,7 @@ def _cause_without_message(record: RunRecord) -> str:
         booted = _boot_time()
         if booted > heartbeat:
             return f"this machine was restarted at {moment(booted)}, after the last heartbeat"
-        if kills := _number_in("/sys/fs/cgroup/memory.events", "oom_kill"):
+        if kills := memory_kills():
             return f"killed without a message; the kernel has ended {kills} process(es) because memory ran out, perhaps this one"
     free = shutil.disk_usage(record.folder).free
     if free < 100_000_000:
@@ -319,12 +319,4 @@ def _cause_without_message(record: RunRecord) -> str:
 
 
 def _boot_time() -> int:
-    return _number_in("/proc/stat", "btime")
-
-
-def _number_in(file: str, name: str) -> int:
-    """Return the number after a name in a file of the kernel, 0 where there is none."""
-    with suppress(OSError):
-        found = re.search(rf"^{name} (\d+)$", Path(file).read_text(), re.MULTILINE)
-        return int(found[1]) if found else 0
-    return 0
+    return number_after(Path("/proc/stat"), "btime") or 0

@@ -14,6 +14,7 @@ import torch
 
 from drivetrain.core.display import format_bytes
 from drivetrain.core.errors import warn
+from drivetrain.runtime.limits import memory_kills, number_after
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
@@ -56,14 +57,13 @@ class MemoryMeter:
 
 def resident_bytes(field: str) -> int:
     """Return a process's resident memory, now (`VmRSS`) or at its peak (`VmHWM`)."""
-    if (kibibytes := _field(_STATUS, f"{field}:")) is not None:
+    if (kibibytes := number_after(_STATUS, f"{field}:")) is not None:
         return kibibytes * 1024
     import resource  # not Linux: the peak of the whole life is all that can be had
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _MACHINE, _MEMORY = Path("/proc/vmstat"), Path("/proc/meminfo")
 LARGE_SHARE = 0.1
 """The share of the machine's memory from which on a process may be the one that the system ends."""
@@ -73,50 +73,21 @@ class MemoryKills:
     """The number of kills from now on."""
 
     def __init__(self) -> None:
-        self._before = _group_kills()
-        self._machine_before = _field(_MACHINE, "oom_kill") or 0
+        self._before = memory_kills()
+        self._machine_before = number_after(_MACHINE, "oom_kill") or 0
 
     def explain(self, resident: int) -> bool:
         """Return whether a process that ended with SIGKILL and held this many bytes was killed because memory ran out."""
         if self._before is not None:
-            return (_group_kills() or 0) > self._before
-        total = (_field(_MEMORY, "MemTotal:") or 0) * 1024
+            return (memory_kills() or 0) > self._before
+        total = (number_after(_MEMORY, "MemTotal:") or 0) * 1024
         is_large = total > 0 and resident >= LARGE_SHARE * total
-        return is_large and (_field(_MACHINE, "oom_kill") or 0) > self._machine_before
-
-
-def _group_kills() -> int | None:
-    """Return how many processes of this process's control group were ended, None where that cannot be read."""
-    try:
-        lines = _OWN_GROUPS.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if "memory" in controllers.split(","):  # version 1
-            folder, file = _GROUPS / "memory", "memory.oom_control"
-        elif not controllers:
-            folder, file = _GROUPS, "memory.events"
-        else:
-            continue
-        for place in (folder / group.lstrip("/"), folder):  # inside a container the group may be the root
-            if (count := _field(place / file, "oom_kill")) is not None:
-                return count
-    return None
-
-
-def _field(path: Path, name: str) -> int | None:
-    """Return the number after a name in a file of lines, None where there is none."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), None)
+        return is_large and (number_after(_MACHINE, "oom_kill") or 0) > self._machine_before
 
 
 def resident_bytes_of(pid: int) -> int:
     """Return the memory of another process, 0 if the system does not report it."""
-    return (_field(Path(f"/proc/{pid}/status"), "VmRSS:") or 0) * 1024
+    return (number_after(Path(f"/proc/{pid}/status"), "VmRSS:") or 0) * 1024
 
 
 SURPRISE = 0.15
