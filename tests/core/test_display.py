@@ -1,14 +1,17 @@
-"""Text from elsewhere cannot command a terminal or a spreadsheet."""
+"""Text from elsewhere cannot command a terminal or a spreadsheet, and output that is gone does not end a process."""
 
+import io
 import json
 import math
 
 import pytest
 
 from drivetrain.core.display import (
+    SafeOutput,
     format_bytes,
     format_duration,
     parse_size,
+    print_if_possible,
     printable,
     printable_json,
     printable_lines,
@@ -116,3 +119,42 @@ def test_a_sparkline_shows_the_shape_of_the_finite_values():
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
     assert sparkline([1.0, 1.0]) == "▁▁" and sparkline([]) == "" and len(sparkline(range(1000))) == 40
     assert sparkline([0.0, math.nan, 1.0, math.inf]) == "▁█"
+
+
+class Failing(io.StringIO):
+    """A stream whose writes or flushes fail from some moment on."""
+
+    def __init__(self, error, where):
+        super().__init__()
+        self.error, self.where = error, where
+
+    def write(self, text):
+        if self.where == "write":
+            raise self.error
+        return super().write(text)
+
+    def flush(self):
+        if self.where == "flush":
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(), OSError(28, "No space left on device"), ValueError("closed file")]
+)
+@pytest.mark.parametrize("where", ["write", "flush"])
+def test_a_process_outlives_what_it_prints_to_and_warns_once(error, where, caplog, monkeypatch):
+    monkeypatch.setattr(SafeOutput, "has_warned", False)
+    for _ in range(3):
+        print_if_possible("epoch", 1, file=Failing(error, where), flush=True)
+    assert [record.message for record in caplog.records] == [
+        f"what this process prints is lost from here on: {error}. It continues."
+    ]
+
+
+def test_characters_that_the_output_lacks_are_printed_as_escapes(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii", newline=""))
+    print_if_possible("runs/été", flush=True)
+    assert raw.getvalue() == b"runs/\\xe9t\\xe9\n"
+    monkeypatch.setattr("sys.stdout", None)
+    print_if_possible("nobody reads this")

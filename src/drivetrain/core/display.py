@@ -4,9 +4,14 @@ A terminal executes escape sequences: they move the cursor, rewrite lines that w
 that turn the direction of writing make a name read as another. A spreadsheet computes a cell that begins like a formula.
 """
 
+import logging
 import math
 import re
+import sys
 from collections.abc import Sequence
+from typing import Any, TextIO
+
+logger = logging.getLogger(__name__)
 
 _HIDDEN = re.compile(
     "[\x00-\x08\x0a-\x1f\x7f-\x9f"  # C0 without the tab, DEL, C1
@@ -24,6 +29,50 @@ def printable(text: str) -> str:
     'loss\\x1b[2J\\nok'
     """
     return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
+
+
+class SafeOutput:
+    """A stream that drops what cannot be written, and warns about it once, so that a run outlives the terminal, pipe or disk of its log.
+
+    Characters that the encoding of the stream lacks are written as escapes.
+    """
+
+    has_warned = False
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text if possible."""
+        try:
+            return self._stream.write(text)
+        except UnicodeEncodeError as error:
+            return self.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+        except (OSError, ValueError) as error:
+            return self._drop(error, len(text))
+
+    def flush(self) -> None:
+        """Flush the stream if possible."""
+        try:
+            self._stream.flush()
+        except (OSError, ValueError) as error:
+            self._drop(error)
+
+    def _drop(self, error: Exception, length: int = 0) -> int:
+        if not SafeOutput.has_warned:
+            SafeOutput.has_warned = True
+            logger.warning("what this process prints is lost from here on: %s. It continues.", error)
+        return length
+
+
+def print_if_possible(*values: object, file: TextIO | None = None, **options: Any) -> None:
+    """Print like `print` to a `SafeOutput`."""
+    stream = sys.stdout if file is None else file
+    if stream is not None:  # a process without a console has none
+        print(*values, file=SafeOutput(stream), **options)
 
 
 def shortened(text: str, length: int) -> str:

@@ -8,14 +8,13 @@ it fails again, and what it missed is counted and logged at the end. `metrics.js
 """
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TextIO
 
-from drivetrain.core.display import printable, printable_lines
+from drivetrain.core.display import print_if_possible, printable, printable_lines
 from drivetrain.core.errors import ConfigTypeError
 from drivetrain.record.buffer import Histogram
 from drivetrain.record.images import Picture
@@ -247,4 +246,4 @@ class ConsoleSink:
             self._print("  ".join([f"step {step}", *shown]))
 
     def _print(self, line: str) -> None:
-        print(line, file=self._file or sys.stdout, flush=True)
+        print_if_possible(line, file=self._file, flush=True)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain.core.arguments import naming
 from drivetrain.core.containers import leaves
+from drivetrain.core.display import print_if_possible
 from drivetrain.core.errors import ConfigError, DistributedError
 from drivetrain.core.files import atomic_write
 from drivetrain.core.lazy import Slot
@@ -96,7 +97,7 @@ class TrainerRuntime:
     def print(self, *args: object, **kwargs: Any) -> None:
         """Print once per node."""
         if self.is_local_main_process:
-            print(*args, **kwargs)
+            print_if_possible(*args, **kwargs)
 
     # The model.
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from drivetrain.context.context import Context
 from drivetrain.core.arguments import check_callable
+from drivetrain.core.display import print_if_possible
 from drivetrain.core.errors import BatchSizeError, ConfigError, ConflictError, PlanInfeasible, did_you_mean, warn
 from drivetrain.core.types import Settings
 from drivetrain.module.accumulation import Count
@@ -232,7 +233,7 @@ def auto_accelerate(
     if status and save_strategy_to_file is not None and is_master():
         plan.save(save_strategy_to_file)
     if options.verbose and is_master():
-        print(plan.explain())
+        print_if_possible(plan.explain())
     return status, result, plan
 
 

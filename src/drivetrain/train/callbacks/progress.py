@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from torch import Tensor
 
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_number
+from drivetrain.core.display import SafeOutput, print_if_possible
 from drivetrain.core.plugin import Logger
 from drivetrain.runtime.device import AsyncReadback
 from drivetrain.runtime.ranks import get_local_rank, num_data_ranks
@@ -191,7 +192,7 @@ class _Display:
         elif left is not None:
             when = f"{_clock(left)} left"
         of = f"{phase.done}/{phase.total}" if phase.total is not None else str(phase.done)
-        print("  ".join(part for part in (phase.name, of, figures, when) if part), flush=True)
+        print_if_possible("  ".join(part for part in (phase.name, of, figures, when) if part), flush=True)
 
     def close(self) -> None:
         """Nothing to close."""
@@ -245,7 +246,7 @@ def _make_display() -> _Display:
         return _Display()
     from rich.console import Console
 
-    console = Console()
+    console = Console(file=cast(TextIO, SafeOutput(sys.stdout)))
     has_bars = console.is_terminal and not console.is_dumb_terminal
     if console.is_jupyter:  # rich draws bars there with ipywidgets, and nothing at all without
         has_bars = find_spec("ipywidgets") is not None
