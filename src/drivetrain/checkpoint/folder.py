@@ -2,7 +2,8 @@
 
 A folder that cannot be written, or that another run writes to, is an error before the first step. If it disappears or becomes
 read-only later, the next save raises in the main thread, so that training does not continue for hours without a checkpoint; the
-thread that touches the lock warns within seconds. Rank 0 holds the lock for all ranks.
+thread that touches the lock warns within seconds. Rank 0 holds the lock for all ranks, which must see it: each writes its part of a
+checkpoint, so the nodes must share the folder.
 """
 
 import os
@@ -15,6 +16,7 @@ from drivetrain.checkpoint.writer import WriteFailedError
 from drivetrain.core.errors import CheckpointsExistError, FolderInUseError, warn
 from drivetrain.core.files import TEMPORARY
 from drivetrain.core.locking import FolderLock, lock_held_here
+from drivetrain.runtime.shared_folder import why_not_shared
 
 WRITER_LOCK = "writer.lock"
 
@@ -28,9 +30,7 @@ def prepare_folder(directory: Path, *, fresh: bool) -> FolderLock:
 
     def test() -> tuple[str, list[str]]:
         directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / f"{TEMPORARY}probe"
-        replace_file(probe, [])
-        probe.unlink(missing_ok=True)
+        _test_writing(directory, 0)
         if not lock.acquire():
             return str(lock.holder), []
         return "", [folder.name for folder in checkpoint_folders(directory)] if fresh else []
@@ -50,15 +50,35 @@ def prepare_folder(directory: Path, *, fresh: bool) -> FolderLock:
                 "run would replace. Continue that run with resume_from='auto', or give every run, and every fold of "
                 "a cross-validation, its own checkpoint_dir. overwrite_checkpoints=True replaces them."
             )
+        _check_shared(directory, exchange)
     except BaseException:
         lock.release()
         raise
     return lock
 
 
+def _test_writing(directory: Path, rank: int) -> None:
+    probe = directory / f"{TEMPORARY}probe-{rank}"
+    replace_file(probe, [])
+    probe.unlink(missing_ok=True)
+
+
+def _check_shared(directory: Path, exchange: RankExchange) -> None:
+    """Raise on every rank unless all of them see the lock of rank 0 and can write next to it."""
+
+    def failed(why: str) -> WriteFailedError:
+        return WriteFailedError(f"the checkpoint folder {str(directory)!r} cannot be used: {why}.", is_permanent=True)
+
+    if why := why_not_shared(directory, WRITER_LOCK):
+        raise failed(why)
+    if exchange.size > 1:
+        exchange.attempt(lambda: _test_writing(directory, exchange.rank)).checked(failed)
+
+
 def lock_checkpoint_folder(directory: Path, lock: FolderLock, exchange: RankExchange) -> None:
     """Lock a folder before a run saves in it, or raise on every rank if another process holds it. Called on every rank."""
     _check_owner(directory, exchange.first(lambda: _try_lock_folder(directory, lock)))
+    _check_shared(directory, exchange)
 
 
 def _try_lock_folder(directory: Path, lock: FolderLock) -> str:

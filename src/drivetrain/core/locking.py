@@ -159,6 +159,11 @@ class FolderLock:
         return True
 
 
+def owner_of(folder: Path, name: str = RUN_LOCK) -> Owner | None:
+    """Return the owner that the lock of a folder names, alive or not, or None where there is no lock."""
+    return _look(folder / name)
+
+
 def is_locked(folder: Path, name: str = RUN_LOCK, *, assume_alive: bool = False) -> bool:
     """Return whether a live process holds the lock of a folder.
 

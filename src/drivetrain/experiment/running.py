@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.display import printable
 from drivetrain.core.errors import ExperimentError, ResumeError
-from drivetrain.core.locking import FolderLock
+from drivetrain.core.locking import RUN_LOCK, FolderLock
 from drivetrain.core.plain import error_text, is_plain, plain
 from drivetrain.core.secret import hide, mask_command
 from drivetrain.core.types import Settings
@@ -191,6 +191,7 @@ def _agree_on_start(
 ) -> tuple[AgreedStart, FolderLock | None]:
     """Choose and lock the folder on rank 0, and broadcast the decision."""
     from drivetrain.runtime.collectives import broadcast_from_master
+    from drivetrain.runtime.shared_folder import why_not_shared
 
     start, lock = AgreedStart(Path(), resolved, resume.RunStart()), None
     if _rank() == 0:
@@ -221,10 +222,13 @@ def _agree_on_start(
         except Exception as error:
             start.problem = error
     agreed: AgreedStart = broadcast_from_master(start)
-    if agreed.problem is not None:
+    problem = agreed.problem
+    if problem is None and not agreed.beginning.is_finished and (why := why_not_shared(agreed.folder, RUN_LOCK)):
+        problem = ExperimentError(f"the run folder {agreed.folder} cannot be used: {why} (--output-dir).")
+    if problem is not None:
         if lock is not None:
             lock.release()
-        raise agreed.problem
+        raise problem
     return agreed, lock
 
 
