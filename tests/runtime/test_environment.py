@@ -96,6 +96,39 @@ def test_torchrun_inside_srun_wins():
     assert launched_world(SRUN | TORCHRUN).rank == 5
 
 
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-head-17@1",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+
+
+def test_ranks_of_mpirun_train_together_and_not_each_for_itself():
+    world = launched_world(OPEN_MPI)
+    assert (world.rank, world.world_size, world.local_rank, world.local_world_size) == (3, 4, 1, 2)
+    assert (world.launcher, world.master_addr) == ("mpi", None)  # nobody knows the host of rank 0
+    given = launched_world(OPEN_MPI | {"MASTER_ADDR": "head"})
+    assert given.master_addr == "head" and 15000 <= given.master_port < 30000
+    assert launched_world(OPEN_MPI | {"MASTER_PORT": "4000"}).master_port == 4000
+    assert launched_world(OPEN_MPI | {"PMIX_NAMESPACE": "prterun-head-18@1"}).master_port != world.master_port
+    assert launched_world(without(OPEN_MPI, OMPI_COMM_WORLD_LOCAL_SIZE="4")).master_addr == "127.0.0.1"
+    alone = launched_world(MPICH)
+    assert (alone.rank, alone.local_rank, alone.master_addr, alone.master_port) == (1, 1, "127.0.0.1", None)
+    assert launched_world(MPICH | TORCHRUN).launcher == "torchrun"
+    with pytest.raises(DistributedError, match="WORLD_SIZE=8 and PMI_SIZE=2"):
+        launched_world(MPICH | {"WORLD_SIZE": "8"})
+
+
+def test_daemons_of_mpirun_in_a_slurm_job_are_not_its_ranks():
+    assert launched_world(SRUN | OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "8"}).launcher == "mpi"
+    assert launched_world(SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4"}).launcher == "slurm"  # srun --mpi=pmi2
+    cray = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1"}
+    assert launched_world(SRUN | cray).master_addr == "gpu003"  # srun knows the first host
+
+
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [

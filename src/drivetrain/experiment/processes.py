@@ -25,15 +25,15 @@ from drivetrain.core.types import Settings
 from drivetrain.experiment.command_line import importing
 from drivetrain.experiment.resolve import NEVER, Resolved
 from drivetrain.experiment.run_folder import check_is_new, run_path
-from drivetrain.runtime.environment import in_launched_process
+from drivetrain.runtime.environment import MPI_VARIABLES, in_launched_process
 
 if TYPE_CHECKING:
     from drivetrain.experiment.experiments import Experiment
 
-LAUNCH_VARIABLES = (
+LAUNCH_VARIABLES = {name for names in MPI_VARIABLES for name in names}.union(
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT "
-    "TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE SLURM_PROCID"
-).split()
+    "TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE SLURM_PROCID".split()
+)
 """What a launcher sets for one process, and not for processes that this one starts."""
 
 STOP_STATUSES = (128 + signal.SIGINT, 128 + signal.SIGTERM)

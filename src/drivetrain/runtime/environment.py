@@ -1,8 +1,8 @@
 """What a launcher set for this process about its world, read from the environment and checked.
 
 torchrun, accelerate launch and our own `launch` set `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and
-`MASTER_PORT`; `srun` sets `SLURM_PROCID`, `SLURM_NTASKS` and friends. A world that contradicts itself would hang in the
-first collective, so it is rejected here, with the names of the variables, before any work is done.
+`MASTER_PORT`; `srun` sets `SLURM_PROCID`, `SLURM_NTASKS` and friends; `mpirun` sets variables of its kind of MPI. A world that
+contradicts itself would hang in the first collective, so it is rejected here, with the names of the variables, before any work is done.
 """
 
 import multiprocessing
@@ -10,6 +10,7 @@ import os
 import re
 import threading
 import time
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -18,6 +19,13 @@ from drivetrain.core.errors import ConfigError, DistributedError
 
 INTERACTIVE_SLURM_JOBS = {"bash", "sh", "zsh", "interactive"}
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+MPI_VARIABLES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+)
+"""Rank, number of ranks, and both on this node: Open MPI, MVAPICH, MPICH with Intel's, Cray's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +41,7 @@ class LaunchedWorld:
     master_addr: str | None
     master_port: int | None
     launcher: str
-    """`torchrun` (anything that sets RANK and WORLD_SIZE) or `slurm`."""
+    """`torchrun` (anything that sets RANK and WORLD_SIZE), `slurm` or `mpi`."""
 
     @property
     def is_one_machine(self) -> bool:
@@ -48,8 +56,13 @@ def launched_world(environment: Mapping[str, str] | None = None) -> LaunchedWorl
     1
     """
     env = os.environ if environment is None else environment
-    if "RANK" not in env and _in_slurm_step(env):  # job scripts often export WORLD_SIZE, but only torchrun sets RANK
-        return _from_slurm(env)
+    if "RANK" not in env:  # job scripts often export WORLD_SIZE, but only torchrun sets RANK
+        mpi = next((names for names in MPI_VARIABLES if all(name in env for name in names[:3])), None)
+        # Inside a job of SLURM mpirun starts its daemons with srun, so their tasks are not the ranks, unless srun started the ranks.
+        if _in_slurm_step(env) and (mpi is None or env[mpi[1]] == env[_slurm_tasks(env)]):
+            return _from_slurm(env)
+        if mpi is not None:
+            return _from_mpi(env, *mpi)
     if "RANK" in env or "WORLD_SIZE" in env:
         return _from_torchrun(env)
     return None
@@ -95,15 +108,15 @@ def _in_slurm_step(env: Mapping[str, str]) -> bool:
     return "SLURM_JOB_ID" not in env or "SLURM_STEP_ID" in env
 
 
+def _slurm_tasks(env: Mapping[str, str]) -> str:
+    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+
+
 def _from_slurm(env: Mapping[str, str]) -> LaunchedWorld:
-    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    tasks = _slurm_tasks(env)
     advice = "Start the program with srun, or unset SLURM_PROCID to run on one process."
     rank, world_size = _position(env, "SLURM_PROCID", tasks, advice)
-    if "WORLD_SIZE" in env and _integer(env, "WORLD_SIZE", least=1) != world_size:
-        raise DistributedError(
-            f"WORLD_SIZE={env['WORLD_SIZE']} and {tasks}={world_size} contradict each other. Unset WORLD_SIZE, or "
-            "start as many tasks (srun --ntasks)."
-        )
+    _check_world_size(env, tasks, world_size, "srun --ntasks")
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
     num_nodes = env.get("SLURM_STEP_NUM_NODES") or env.get("SLURM_NNODES")
     first_node = "127.0.0.1" if num_nodes == "1" or not nodes else first_slurm_host(nodes)
@@ -118,6 +131,32 @@ def _from_slurm(env: Mapping[str, str]) -> LaunchedWorld:
         master_port=_integer(env, "MASTER_PORT") if env.get("MASTER_PORT") else port,
         launcher="slurm",
     )
+
+
+def _from_mpi(env: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> LaunchedWorld:
+    """Return the world of an mpirun. Only Open MPI names the job, from which all ranks derive the same port."""
+    number, world_size = _position(env, rank, size, "Start the program with mpirun, which sets both.")
+    _check_world_size(env, size, world_size, "mpirun -n")
+    local_world_size = _integer(env, local_size, least=1) if local_size in env else None
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
+    port = None if job is None else 15000 + zlib.crc32(job.encode()) % 15000
+    return LaunchedWorld(
+        rank=number,
+        world_size=world_size,
+        local_rank=_integer(env, local_rank),
+        local_world_size=local_world_size,
+        master_addr=env.get("MASTER_ADDR") or ("127.0.0.1" if local_world_size == world_size else None),
+        master_port=_integer(env, "MASTER_PORT") if env.get("MASTER_PORT") else port,
+        launcher="mpi",
+    )
+
+
+def _check_world_size(env: Mapping[str, str], name: str, world_size: int, way: str) -> None:
+    if "WORLD_SIZE" in env and _integer(env, "WORLD_SIZE", least=1) != world_size:
+        raise DistributedError(
+            f"WORLD_SIZE={env['WORLD_SIZE']} and {name}={world_size} contradict each other. Unset WORLD_SIZE, or "
+            f"start as many processes ({way})."
+        )
 
 
 def first_slurm_host(nodes: str) -> str:

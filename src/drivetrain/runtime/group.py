@@ -96,9 +96,10 @@ def _check_address(world: LaunchedWorld) -> None:
     missing = [name for name, value in given.items() if value is None]
     if missing:
         raise DistributedError(
-            f"RANK={world.rank} and WORLD_SIZE={world.world_size} are set, but not {' and '.join(missing)}: the "
-            "processes cannot find each other. Set the host and a free port of rank 0 (on one machine: "
-            "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500), or start with torchrun, which sets both."
+            f"this is rank {world.rank} of {world.world_size} (launcher: {world.launcher}), but the environment has no "
+            f"{' and no '.join(missing)}: the processes cannot find each other. Set the host and a free port of rank 0 (on one machine: "
+            "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500; mpirun passes them on with -x NAME or -genv NAME VALUE), or start with torchrun, "
+            "which sets both."
         )
     assert world.master_port is not None
     if not 0 < world.master_port < 65536:
