@@ -10,6 +10,7 @@ import pytest
 from drivetrain.core.files import (
     PRIVATE_FILE,
     atomic_write,
+    home_cache,
     is_real_folder,
     is_regular,
     make_inner_folder,
@@ -106,6 +107,16 @@ def test_permissions_are_those_asked_for_within_the_umask_and_outlive_a_replacem
         assert stat.S_IMODE(path.stat().st_mode) == 0o604
     finally:
         os.umask(before)
+
+
+def test_a_user_without_a_home_folder_has_no_cache(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert home_cache() == Path("/home/me/.cache/drivetrain")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(Path, "home", lambda: Path("~nobody-of-this-name").expanduser())
+    with pytest.raises(OSError):
+        home_cache().mkdir(parents=True)
+    assert not home_cache().exists() and list(home_cache().glob("*")) == []
 
 
 def test_folders_are_not_made_through_links(tmp_path):

@@ -118,6 +118,24 @@ def free_port():
         return probe.getsockname()[1]
 
 
+def test_only_the_node_of_rank_0_names_the_run_folder(tmp_path, monkeypatch):
+    named = []
+    monkeypatch.setattr("drivetrain.runtime.launch.launch", lambda *_, args, **__: named.append(args[2]) or [None])
+    place = {"output_dir": str(tmp_path), "distributed": True, "nnodes": 2, "cuda": False}
+    for node in (0, 1):
+        samples.describe.run(place, node_rank=node)
+    assert named[0]["folder"] is not None and named[1]["folder"] is None
+
+
+def test_a_run_begins_in_a_folder_that_is_gone(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    samples.describe.run(output_dir=str(tmp_path / "runs"), cuda=False)
+    (record,) = find_runs(tmp_path / "runs")
+    assert record.manifest["host"]["folder"] == ""
+
+
 SCRIPT = "from tests.experiment import samples; import json; print(json.dumps(samples.describe.cli()))"
 
 

@@ -1,5 +1,7 @@
 """A batch that fails names itself, the layer or loss, and what they were given."""
 
+import errno
+
 import pytest
 import torch
 from torch import nn
@@ -175,6 +177,16 @@ def test_probabilities_warn_and_log_probabilities_do_not():
     with pytest.warns(DrivetrainWarning, match="remove the softmax"):
         check_loss_inputs(nn.CrossEntropyLoss(), torch.randn(40, 3).softmax(1), torch.zeros(40).long())
     check_loss_inputs(nn.CrossEntropyLoss(), torch.randn(40, 3).log_softmax(1), torch.zeros(40).long())
+
+
+def test_workers_without_shared_memory_are_answered_with_how_to_get_more(monkeypatch):
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", fail)
+    with pytest.raises(OSError) as caught:
+        train(make_trainer(), list(make_data()), train_dataloader_kwargs={"num_workers": 1})
+    assert any("--shm-size" in note and "num_workers" in note for note in caught.value.__notes__)
 
 
 def test_a_layer_that_fails_for_another_reason_than_its_dtype_gets_no_advice_about_it():

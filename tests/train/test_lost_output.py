@@ -30,7 +30,7 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_run_outlives_its_terminal(is_terminal, monkeypatch, tmp_path):
-    monkeypatch.setattr(SafeOutput, "has_warned", False)
+    monkeypatch.setattr(SafeOutput, "lost", set())
     callbacks = [ProgressBarCallback(), LogMetricsCallback(), PrintProgressCallback()]
     whole, lost = make_trainer(), make_trainer(callbacks=callbacks)
     train(whole, num_epochs=3)
@@ -39,5 +39,5 @@ def test_a_run_outlives_its_terminal(is_terminal, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr("sys.stdout", Terminal(is_terminal))
         train(lost, num_epochs=3, checkpoint_dir=tmp_path)
-    assert SafeOutput.has_warned
+    assert SafeOutput.lost
     assert all(map(torch.equal, whole.model.parameters(), lost.model.parameters()))

@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,8 @@ class SafeOutput:
     Characters that the encoding of the stream lacks are written as escapes.
     """
 
-    has_warned = False
+    lost: ClassVar[set[str]] = set()
+    """Names of streams that could not be written."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -62,9 +63,11 @@ class SafeOutput:
             self._drop(error)
 
     def _drop(self, error: Exception, length: int = 0) -> int:
-        if not SafeOutput.has_warned:
-            SafeOutput.has_warned = True
-            logger.warning("what this process prints is lost from here on: %s. It continues.", error)
+        name = getattr(self._stream, "name", None)
+        name = name if isinstance(name, str) else "the output"
+        if name not in SafeOutput.lost:
+            SafeOutput.lost.add(name)
+            logger.warning("%s cannot be written (%s), so lines are lost. This process continues.", name, error)
         return length
 
 

@@ -107,6 +107,14 @@ def _parse_int(text: str) -> int:
     return int(text)
 
 
+def home_cache() -> Path:
+    """Return `~/.cache/drivetrain`. A user without a home folder, as in containers, gets a path where nothing can be read or written."""
+    try:
+        return Path.home() / ".cache" / "drivetrain"
+    except RuntimeError:
+        return Path(os.devnull, "drivetrain")
+
+
 def read_end(path: Path, size: int) -> bytes:
     """Return the last `size` bytes of a regular file."""
     with open_to_read(path) as stream:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.errors import ConfigError, needs_package
-from drivetrain.core.files import atomic_write
+from drivetrain.core.files import atomic_write, home_cache
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def load_image_archive(
         raise ConfigError(
             f"load_image_archive: there is no file {str(archive)!r}. Expected a tar file of <split>/<class>/<name>."
         )
-    folder = Path(cache_dir).expanduser() if cache_dir is not None else Path.home() / ".cache" / "drivetrain"
+    folder = Path(cache_dir).expanduser() if cache_dir is not None else home_cache()
     with open(archive, "rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     cache = folder / f"images-2-{digest}.pt"  # 2: classes are numbered over all splits

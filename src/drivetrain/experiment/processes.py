@@ -129,11 +129,10 @@ def launch_experiment(
     from drivetrain.runtime.launch import WorkerFailed, launch
 
     values = resolved.values
-    if options.get("folder") is None and values["resume"] == NEVER:
-        # Named here, so that a group that is started again finds the folder of its first attempt.
+    if options.get("folder") is None and values["resume"] == NEVER and values["node_rank"] == 0:
+        # Named here, by the node of rank 0, so that a group that is started again finds the folder of its first attempt.
         folder = run_path(values["output_dir"], experiment.name, values["run_name"])
-        if values["node_rank"] == 0:  # node 0 makes it, so the others may find it made
-            check_is_new(folder)
+        check_is_new(folder)
         options = options | {"folder": folder}
     chosen = any(resolved.is_declared(name) for name in ("master_addr", "master_port"))
     try:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from drivetrain.core.display import printable_lines
+from drivetrain.core.display import SafeOutput, printable_lines
 from drivetrain.core.errors import ExperimentError, ParameterError
 from drivetrain.core.files import PRIVATE_FILE, PRIVATE_FOLDER, load_json, open_regular, read_limited, replace_bytes
 from drivetrain.core.plain import plain
@@ -117,7 +117,10 @@ def describe_run(source: Path | None, hidden: Iterable[str], **fields: object) -
     """
     import platform
 
-    git = _git(str(source.parent) if source else os.getcwd())
+    here = ""
+    with suppress(FileNotFoundError):  # removed since this process started
+        here = os.getcwd()
+    git = _git(str(source.parent) if source else here)
     return {
         "schema": SCHEMA,
         **fields,
@@ -132,7 +135,7 @@ def describe_run(source: Path | None, hidden: Iterable[str], **fields: object) -
             "python": platform.python_version(),
             "processor": platform.processor() or platform.machine(),
             "cpus": os.cpu_count(),
-            "folder": os.getcwd(),
+            "folder": here,
         },
         "git": None if git is None else {name: hide(text, hidden) for name, text in git.items()},
         "packages": _packages(),
@@ -283,9 +286,15 @@ def run_log(folder: Path, rank: int, *, debug: bool, hidden: Iterable[str] = ())
     root = logging.getLogger()
     level = logging.DEBUG if debug else logging.INFO
     # A link in the file's place is not followed.
-    descriptor = open_regular(log_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE)
-    stream = os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace")
-    handlers: list[logging.Handler] = [logging.StreamHandler(stream)]
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    stream = open(  # noqa: SIM115
+        log_file(folder, rank),
+        "a",
+        encoding="utf-8",
+        errors="backslashreplace",
+        opener=lambda path, _: open_regular(Path(path), flags, PRIVATE_FILE),
+    )
+    handlers: list[logging.Handler] = [logging.StreamHandler(SafeOutput(stream))]
     handlers[0].setFormatter(LineFormatter(rank, shows_time=True, colours=False, hidden=hidden))
     if rank == 0 and not root.handlers:
         console = _ConsoleHandler()
@@ -305,4 +314,5 @@ def run_log(folder: Path, rank: int, *, debug: bool, hidden: Iterable[str] = ())
         for handler in handlers:
             root.removeHandler(handler)
             handler.close()
-        stream.close()
+        with suppress(OSError):  # a full disk must hide neither result nor error
+            stream.close()

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -228,6 +228,9 @@ def _agree_on_start(
     if problem is not None:
         if lock is not None:
             lock.release()
+            with suppress(OSError):  # what is empty was made here, and a name that was given can be used again
+                (agreed.folder / run_folder.ARTIFACTS).rmdir()
+                agreed.folder.rmdir()
         raise problem
     return agreed, lock
 

@@ -64,7 +64,9 @@ class TrainerRuntime:
 
     def __init__(self, device: str | torch.device | None = None, precision: str | Precision | None = None):
         with naming("device", device):
-            join_launched_world(choose_device(device))
+            chosen = choose_device(device)
+        join_launched_world(chosen)
+        with naming("device", device):
             self.device = choose_device("auto" if device is None else device)
         self.precision = parse_precision(precision)
         self.stepper = Stepper(

@@ -5,6 +5,7 @@ or in the loss of the first batch becomes a `BatchError`, which names what to ch
 note.
 """
 
+import errno
 import inspect
 import traceback
 import weakref
@@ -41,6 +42,10 @@ _PHASES = {"_run_train_epoch": "train", "_run_eval_epoch": "evaluation", "run_pr
 _DATA = ("torch.utils.data", "drivetrain.data", "drivetrain.train.loaders")
 _DATA_NAMES = {"train": "train_dataset", "evaluation": "eval_dataset", "prediction": "dataset"}
 _BUILT_IN = (RuntimeError, ValueError, IndexError, TypeError, KeyError, NotImplementedError)
+_SHARED_MEMORY = (
+    "Worker processes send batches through /dev/shm, which is often small in a container and may be full. Give the container more "
+    "(docker run --shm-size=8g, or --ipc=host), or use fewer workers: train_dataloader_kwargs={'num_workers': 0} uses none."
+)
 _ADVICE = {
     "through the graph a second time": "A tensor that is kept from one batch to the next, such as a hidden state, still has its graph: "
     "detach() it.",
@@ -49,6 +54,7 @@ _ADVICE = {
     "equal size": "Tensors that are stacked need one shape: pad or crop them; the samples of a batch in a collate_fn.",
     "default_collate: batch must contain": "The default collate_fn takes tensors, arrays, numbers, and dicts or lists of them: convert the "
     "samples in the dataset, or pass a collate_fn.",
+    "shared memory": _SHARED_MEMORY,
 }
 """What to do about mistakes that torch describes in these words."""
 
@@ -60,13 +66,14 @@ def explain_failure(error: BaseException, model: object, loss_func: object, batc
     batch: object = None
     layer: nn.Module | None = None  # the innermost that was running
     tensors: list[Tensor] = []  # that it was called with
-    phase, in_loss, in_data, by_torch = "", False, False, False
+    phase, in_loss, in_data, by_torch, starts_workers = "", False, False, False, False
     for frame, _ in traceback.walk_tb(error.__traceback__):
         function, module, owner = frame.f_code.co_name, frame.f_globals.get("__name__", ""), frame.f_locals.get("self")
         phase = _PHASES.get(function, phase)
         if function in _LOSS_HOOKS:
             batch = frame.f_locals.get("batch")
         in_data = in_data or module.startswith(_DATA)
+        starts_workers = starts_workers or module.startswith("multiprocessing.")
         if frame.f_code is inspect.unwrap(MetricSet.update).__code__:  # inside no_grad
             outputs, targets = (_shown(frame.f_locals.get(name)) for name in ("outputs", "targets"))
             error.add_note(
@@ -81,6 +88,8 @@ def explain_failure(error: BaseException, model: object, loss_func: object, batc
             by_torch = module.startswith("torch.")
     in_data = in_data and batch is None
     advice = "".join(f" {advice}" for words, advice in _ADVICE.items() if words in str(error))
+    if starts_workers and isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        advice += f" {_SHARED_MEMORY}"
     if not phase or (batch is None and not in_data):
         if advice:
             error.add_note(advice.strip())

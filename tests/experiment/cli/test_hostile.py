@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import signal
 from pathlib import Path
@@ -151,6 +152,20 @@ def test_a_log_does_not_write_through_a_link(tmp_path, outside):
     with pytest.raises(OSError, match="regular"), run_log(tmp_path, 0, debug=False):
         pytest.fail("the log was opened")
     assert outside.read_text().endswith("STOLEN\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_log_that_can_no_longer_be_written_ends_nothing(tmp_path, capfd):
+    log = logging.getLogger("tests.full_disk")
+    with run_log(tmp_path, 1, debug=False):
+        log.info("before")
+        handler = logging.getLogger().handlers[-1]
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, handler.stream.fileno())
+        os.close(full)
+        log.info("after")
+    assert "before" in (tmp_path / "log.rank-1.txt").read_text()
+    assert "Logging error" not in capfd.readouterr().err
 
 
 def hostile_run(place, name):

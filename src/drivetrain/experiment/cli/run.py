@@ -114,13 +114,13 @@ def start(
     from drivetrain.experiment.resume import look_ahead
     from drivetrain.experiment.run_folder import check_is_new, run_path
     from drivetrain.experiment.running import run_experiment
+    from drivetrain.runtime.environment import launched_world
 
-    record = look_ahead(experiment, resolved, force=force).record
-    if record is None:
+    record, world = look_ahead(experiment, resolved, force=force).record, launched_world()
+    folder = None if record is None else record.folder
+    if record is None and (resolved.values["node_rank"] if world is None else world.rank) == 0:
         folder = run_path(resolved.values["output_dir"], experiment.name, resolved.values["run_name"])
         check_is_new(folder)
-    else:
-        folder = record.folder
     if not as_json:
         _print_beginning(experiment, resolved, folder)
     status, is_ready = 0, threading.Event()
@@ -141,11 +141,11 @@ def start(
     return status
 
 
-def _print_beginning(experiment: "Experiment", resolved: "Resolved", folder: Path) -> None:
+def _print_beginning(experiment: "Experiment", resolved: "Resolved", folder: Path | None) -> None:
     from drivetrain.experiment.parameters import wants_cpu
     from drivetrain.runtime.device import choose_device
 
-    print_lines(f"experiment  {experiment.name}", f"run folder  {folder}")
+    print_lines(f"experiment  {experiment.name}", f"run folder  {folder or 'as rank 0 names it'}")
     values = resolved.values
     if values["distributed"]:
         print_lines(
@@ -158,13 +158,15 @@ def _print_beginning(experiment: "Experiment", resolved: "Resolved", folder: Pat
         print_table(["parameter", "value", "from"], given)
 
 
-def _print_failure(error: Exception, folder: Path, hidden: Iterable[str]) -> None:
+def _print_failure(error: Exception, folder: Path | None, hidden: Iterable[str]) -> None:
     """Print the traceback from the experiment's own function on, or which rank failed first."""
     from drivetrain.experiment.run_folder import log_file
 
     rank = getattr(error, "rank", None)
     if rank is not None:
-        print_error(hide(str(error), hidden), f"rank {rank} failed first; its log: {log_file(folder, rank)}")
+        log = None if folder is None else log_file(folder, rank)
+        place = f"; its log: {log}" if log is not None and log.exists() else ""
+        print_error(hide(str(error), hidden), f"rank {rank} failed first{place}")
         return
     package, trace = str(Path(__file__).parents[2]), error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(package):
@@ -173,11 +175,11 @@ def _print_failure(error: Exception, folder: Path, hidden: Iterable[str]) -> Non
     print(printable_lines(hide("".join(lines), hidden)), end="", file=sys.stderr)
 
 
-def _print_ending(folder: Path, as_json: bool) -> None:
+def _print_ending(folder: Path | None, as_json: bool) -> None:
     from drivetrain.experiment.records import is_run, read_run
     from drivetrain.experiment.reports.gather import duration, read_checkpoints
 
-    if not is_run(folder):
+    if folder is None or not is_run(folder):
         return
     record = read_run(folder)
     checkpoints = read_checkpoints(record.checkpoints_path, "off")

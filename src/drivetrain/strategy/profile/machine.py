@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from drivetrain.core.files import load_json, read_limited, replace_bytes
+from drivetrain.core.files import home_cache, load_json, read_limited, replace_bytes
 from drivetrain.runtime.device import device_memory, usable_cpus
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.ranks import get_num_processes
@@ -338,7 +338,7 @@ def cache_folder() -> Path:
     if own := os.environ.get("DRIVETRAIN_CACHE"):
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "drivetrain"
+    return Path(base, "drivetrain") if base else home_cache()
 
 
 def cache_file(**identity: object) -> Path:
