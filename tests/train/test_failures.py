@@ -179,6 +179,7 @@ def test_probabilities_warn_and_log_probabilities_do_not():
     check_loss_inputs(nn.CrossEntropyLoss(), torch.randn(40, 3).log_softmax(1), torch.zeros(40).long())
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's iterator without its workers
 def test_workers_without_shared_memory_are_answered_with_how_to_get_more(monkeypatch):
     def fail(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
