@@ -36,8 +36,8 @@ def test_without_a_launcher_the_error_gives_the_command():
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"MASTER_ADDR": None}, "but not MASTER_ADDR:"),
-        ({"MASTER_ADDR": None, "MASTER_PORT": None}, "but not MASTER_ADDR and MASTER_PORT"),
+        ({"MASTER_ADDR": None}, "has no MASTER_ADDR:"),
+        ({"MASTER_ADDR": None, "MASTER_PORT": None}, "has no MASTER_ADDR and no MASTER_PORT"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
         ({"RANK": "1"}, "RANK=1 does not fit WORLD_SIZE=1"),
         ({"RANK": None}, "no RANK"),

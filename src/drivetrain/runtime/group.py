@@ -17,7 +17,7 @@ from drivetrain.runtime.collectives import control_group, forget_groups
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.environment import LaunchedWorld, launched_world
 from drivetrain.runtime.ranks import clear_data_ranks, is_distributed
-from drivetrain.runtime.store import has_private_store, keep_to_loopback, open_store
+from drivetrain.runtime.store import has_private_store, keep_to_loopback, keep_to_network, open_store
 
 
 def init_distributed(backend: str | None = None, timeout: float | timedelta | None = None) -> None:
@@ -44,11 +44,14 @@ def init_distributed(backend: str | None = None, timeout: float | timedelta | No
     _check_backend(chosen)
     if device.type not in ("cpu", "mps"):
         torch.accelerator.set_device_index(device.index)  # before the group starts, else every rank would open device 0
+    store = open_store(world, timeout or dist.distributed_c10d.default_pg_timeout)
     if world.is_one_machine or has_private_store():
         keep_to_loopback()
+    else:
+        keep_to_network(world, store)
     dist.init_process_group(
         backend=chosen,
-        store=open_store(world, timeout or dist.distributed_c10d.default_pg_timeout),
+        store=store,
         world_size=world.world_size,
         rank=world.rank,
         timeout=timeout,

@@ -7,8 +7,11 @@ the server listens on the loopback interface (`loopback_server`). Several machin
 docs/runtime.md names its ports.
 """
 
+import ipaddress
 import os
 import socket
+import struct
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,6 +19,11 @@ import torch.distributed as dist
 
 from drivetrain.core.errors import DistributedError
 from drivetrain.runtime.environment import LaunchedWorld
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 STORE_VARIABLE = "DRIVETRAIN_STORE"
 """A private folder for stores. It belongs to the launch whose run id is the folder's name."""
@@ -113,3 +121,64 @@ def loopback_variables() -> dict[str, str]:
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     wanted = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return {} if name is None else {variable: name for variable in wanted if variable not in os.environ}
+
+
+# ---------------------------------------------------------------------- several machines
+# gloo listens on the address of the host name. Debian and Ubuntu give a host name the address 127.0.1.1, containers often none, and then
+# ranks on other machines cannot connect. The interface over which this machine reaches the others is taken instead.
+
+_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+
+
+def keep_to_network(world: LaunchedWorld, store: dist.Store) -> None:
+    """Make gloo use the interface towards the other machines where it would use a loopback address, unless the user chose another."""
+    assert world.master_addr is not None and world.master_port is not None
+    own = address_towards(world.master_addr, world.master_port)
+    store.set(f"address/{world.rank}", own or "")
+    if "GLOO_SOCKET_IFNAME" in os.environ or not host_name_is_loopback():
+        return
+    if (
+        own is None
+    ):  # on the machine of rank 0 its name may be a loopback address too; then any other machine's address helps
+        others = (store.get(f"address/{rank}").decode() for rank in range(world.world_size))
+        other = next((address for address in others if address), None)
+        own = None if other is None else address_towards(other, world.master_port)
+    if own is not None and (name := interface_with(own)) is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def host_name_is_loopback() -> bool:
+    """Return whether the name of this host has a loopback address, or none."""
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return True
+    return _is_loopback(str(found[0][4][0]))
+
+
+def address_towards(host: str, port: int) -> str | None:
+    """Return this machine's address on the way to another one, None if there is no way or it is a loopback address. Nothing is sent."""
+    with suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind, protocol) as probe, suppress(OSError):
+                probe.connect(address)
+                own = str(probe.getsockname()[0])
+                return None if _is_loopback(own) else own
+    return None
+
+
+def interface_with(address: str) -> str | None:
+    """Return the network interface that has an IPv4 address, None where the system does not say."""
+    if fcntl is None:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
