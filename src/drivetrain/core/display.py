@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any, ClassVar, TextIO
+from typing import ClassVar, TextIO
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class SafeOutput:
     def __init__(self, stream: TextIO):
         self._stream = stream
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
@@ -71,11 +71,13 @@ class SafeOutput:
         return length
 
 
-def print_if_possible(*values: object, file: TextIO | None = None, **options: Any) -> None:
+def print_if_possible(
+    *values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = False
+) -> None:
     """Print like `print` to a `SafeOutput`."""
     stream = sys.stdout if file is None else file
     if stream is not None:  # a process without a console has none
-        print(*values, file=SafeOutput(stream), **options)
+        print(*values, sep=sep, end=end, file=SafeOutput(stream), flush=flush)
 
 
 def shortened(text: str, length: int) -> str:
