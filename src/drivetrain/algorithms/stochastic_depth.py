@@ -63,7 +63,7 @@ class BlockStochasticModule(Skippable):
     it runs for their sake.
     """
 
-    returns: Literal["unknown", "tensor", "nones", "more"]
+    returns: Literal["unknown", "tensor", "nones", "more"] = "unknown"
     """What it returns: a tensor, or a tuple with only None after its result, or with more."""
     others: tuple[None, ...]
     """What follows the result in a tuple of the kind `nones`."""
@@ -168,7 +168,7 @@ def apply_stochastic_depth(
         device = next((tensor.device for tensor in block.parameters()), None)
         block.register_buffer("keep", torch.ones((), device=device), persistent=False)
         block.drops_samples = stochastic_method == "sample"
-        block.is_dropped, block.returns = False, "unknown"
+        block.is_dropped = False
     set_drop_rates(blocks, drop_rate, drop_distribution)
     has_draws = any(isinstance(hook, DrawChoices) for hook in model._forward_pre_hooks.values())
     if stochastic_method == "block" and not has_draws:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from drivetrain.core.errors import DistributedError
 from drivetrain.runtime.device import usable_cpus
 from drivetrain.runtime.environment import end_with_parent
 from drivetrain.runtime.group import destroy_group
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 
 LOST_PEER_DELAY = 1.5
 """Seconds a worker waits after losing a peer; the agent looks for dead workers ten times a second."""
@@ -133,9 +136,10 @@ def watched_workers(pids: Path) -> Iterator[None]:
 
     collect_results = MultiprocessContext._poll
 
-    def poll(context: Any) -> Any:
+    def poll(context: MultiprocessContext) -> "RunProcsResult | None":
         results = collect_results(context)
-        for rank, worker in enumerate(() if results is not None else context._pc.processes):
+        workers = context._pc.processes if results is None and context._pc is not None else ()
+        for rank, worker in enumerate(workers):
             # A worker that returns waits for the others. One that has ended before them sends nothing any more.
             if worker.exitcode == 0 and rank not in context._return_values and context._ret_vals[rank].empty():
                 context._return_values[rank] = None
