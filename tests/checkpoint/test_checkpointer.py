@@ -16,7 +16,7 @@ from drivetrain.checkpoint.store import save_checkpoint
 from drivetrain.checkpoint.writer import WriteFailedError
 from drivetrain.context.context import Context
 from drivetrain.context.state import State
-from drivetrain.core.errors import CheckpointError, ConfigError, NonFiniteStateError, StateError
+from drivetrain.core.errors import CheckpointError, ConfigError, DrivetrainWarning, NonFiniteStateError, StateError
 from drivetrain.core.time import Clock
 from drivetrain.runtime.run import Run, set_current_run
 from drivetrain.runtime.signals import StopSignals
@@ -555,6 +555,14 @@ def test_the_best_checkpoint_of_an_earlier_run_stays_where_this_one_knows_no_bes
         for name in ("later", "last"):
             keeper.save(name)
         assert ids(keeper) == ["good", "last"]
+
+
+def test_a_folder_that_the_first_save_made_and_that_disappears_is_missed(tmp_path):
+    with Checkpointer(Context(x=1), dir=tmp_path / "new", signals=False) as keeper:
+        keeper.save(1)
+        shutil.rmtree(tmp_path / "new")
+        with pytest.warns(DrivetrainWarning, match="disappeared during the run"):
+            keeper.save(2)
 
 
 class Counter:
