@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from drivetrain.algorithms.gradient_clipping import apply_gradient_clipping
 from drivetrain.algorithms.kernel_norm import normalise_kernels
+from drivetrain.module.optimizers import split_optimizer
 from drivetrain.module.sharding import shard_fully
 from drivetrain.optim import AdamWScheduleFree, Lion, Lookahead, MuonHybrid, SAMOptimizer
 
@@ -85,6 +86,30 @@ def continue_on_rank():
             pairs = zip(full_weights(model), full_weights(other))
             differences[name, flat] = max((a - b).abs().max().item() for a, b in pairs)
     return differences
+
+
+def continue_around_a_split_optimizer():
+    """Lookahead around an optimizer that gathers its state from all ranks, and inside of one."""
+    differences = []
+    for make in (
+        lambda m: Lookahead(split_optimizer(torch.optim.AdamW, m.parameters(), {"lr": 0.01}, None), k=3),
+        lambda m: split_optimizer(
+            lambda p, **own: Lookahead(torch.optim.AdamW(p, **own), k=3), m.parameters(), {}, None
+        ),
+    ):
+        model, other = net(), net()
+        optimizer, resumed = make(model), make(other)
+        step_often(model, optimizer, range(4), slice(None))
+        other.load_state_dict(model.state_dict())
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for pair in ((model, optimizer), (other, resumed)):
+            step_often(*pair, range(4, 8), slice(None))
+        differences += [(a - b).abs().max().item() for a, b in zip(model.parameters(), other.parameters())]
+    return max(differences)
+
+
+def test_slow_weights_of_split_optimizers_are_saved(world2):
+    assert world2(continue_around_a_split_optimizer) == [0.0, 0.0]
 
 
 def test_a_sharded_state_in_torchs_distributed_form_continues_bit_for_bit(world2):

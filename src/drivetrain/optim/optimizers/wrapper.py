@@ -120,19 +120,44 @@ class Lookahead(WrappedOptimizer):
     def step(self, closure: Closure = None) -> Any:
         """Step inside, and after every k-th step move the slow weights."""
         loss = evaluate(closure)
-        begun = {p: copy_of(p) for p in self.parameters() if p.grad is not None and "slow" not in self.state.get(p, ())}
+        state = self.state
+        begun = {p: copy_of(p) for p in self.parameters() if p.grad is not None and "slow" not in state.get(p, ())}
         self.base_optimizer.step()
         for parameter, weights in begun.items():
-            self.state[parameter]["slow"] = weights
+            state[parameter]["slow"] = weights
         count = self.param_groups[0].get(_LOOKAHEAD_STEPS, 0) + 1
         for group in self.param_groups:  # counted in the groups, which are saved
             group[_LOOKAHEAD_STEPS] = count
-        kept = [p for p in self.parameters() if "slow" in self.state.get(p, ())] if count % self.k == 0 else []
+        kept = [p for p in self.parameters() if "slow" in state.get(p, ())] if count % self.k == 0 else []
         if kept:
-            fast, slow = local_parts(kept), local_parts(self.state[p]["slow"] for p in kept)
+            fast, slow = local_parts(kept), local_parts(state[p]["slow"] for p in kept)
             torch._foreach_lerp_(slow, fast, self.alpha)
             torch._foreach_copy_(fast, slow)
         return loss
+
+    def state_dict(self) -> StateDict:
+        """Return the state of the optimizer inside, with the slow weights also where that gathers its state from elsewhere (ZeRO)."""
+        saved = super().state_dict()
+        for number, parameter in enumerate(self.parameters()):
+            if "slow" in (entry := self.state.get(parameter, {})):
+                saved["state"][number] = {**saved["state"].get(number, {}), "slow": entry["slow"]}
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Give the optimizer inside its part, and take back the slow weights."""
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        entries = {number: dict(entry) for number, entry in state_dict["state"].items() if isinstance(entry, dict)}
+        slow = {number: entry.pop("slow") for number, entry in entries.items() if "slow" in entry}
+        rest = {
+            number: entries.get(number, entry)
+            for number, entry in state_dict["state"].items()
+            if number not in slow or entries[number]
+        }
+        super().load_state_dict({**state_dict, "state": rest})
+        for number, parameter in zip(numbers, self.parameters()):
+            if number in slow:
+                self.state[parameter]["slow"] = slow[number].detach().to(parameter.device, parameter.dtype, copy=True)
 
 
 _DECOUPLED = ("Lion", "Muon", "MuonHybrid", "DecoupledSGDW", "SOAP", "Adafactor")
