@@ -159,6 +159,66 @@ def test_a_block_that_changes_the_shape_is_named_when_it_runs():
         net(torch.randn(2, 4))
 
 
+class InTuple(Half):
+    """A block of a transformer: it returns a tuple, in which nothing, None or its attention weights follow the result."""
+
+    def __init__(self, others):
+        super().__init__()
+        self.others, self.runs = others, 0
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x, mask=None):
+        self.runs += 1
+        return (x + nn.functional.dropout(self.norm(x), 0.1) * 0 + self.weight, *self.others)
+
+
+class Pile(nn.Module):
+    def __init__(self, others):
+        super().__init__()
+        self.blocks = nn.ModuleList(InTuple(others) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x, *others = block(x, mask=None)
+            assert tuple(others) == self.blocks[0].others
+        return x
+
+
+@pytest.mark.parametrize(("others", "runs"), [((), 1), ((None, None), 1), ((torch.ones(1), None), 3)])
+def test_blocks_that_return_tuples_are_skipped(others, runs):
+    """A skipped block runs once, to learn what it returns; always where that is more than its result."""
+    net = Pile(others)
+    settings = {"drop_rate": 1.0, "drop_distribution": "uniform", "generator": torch.Generator()}
+    apply_stochastic_depth(net, InTuple, **settings)  # "auto" would try the blocks out
+    x = torch.randn(2, 4)
+    numbers, buffers = torch.get_rng_state(), [buffer.clone() for buffer in net.buffers()]
+    for _ in range(2):
+        assert torch.equal(net(x), x)
+    assert [block.runs for block in net.blocks] == [runs] * 3
+    if runs == 1:
+        assert torch.equal(torch.get_rng_state(), numbers) and all(map(torch.equal, net.buffers(), buffers))
+    set_drop_rates(list(net.blocks), 0.5, "uniform")
+    torch.testing.assert_close(net.eval()(x), x + 1.5)
+
+
+@pytest.mark.parametrize("others", [(), (None,), (torch.ones(1),)])
+def test_a_tuple_is_recomputed_and_compiled_like_a_tensor(others):
+    net = Pile(others)
+    apply_stochastic_depth(net, drop_rate=0.6, drop_distribution="uniform", generator=torch.Generator().manual_seed(3))
+    twin, compiled = copy.deepcopy(net), copy.deepcopy(net)
+    checkpoint_blocks(twin, "InTuple")
+    compiled.compile(backend="eager")
+    x = torch.randn(2, 4, requires_grad=True)  # where every block is skipped, too, there is something to differentiate
+    for _ in range(3):
+        a, b = net(x), twin(x)
+        torch.testing.assert_close(a, b)
+        a.sum().backward(), b.sum().backward()
+        assert compiled(x).shape == x.shape
+    for p, q in zip(net.parameters(), twin.parameters()):
+        torch.testing.assert_close(p.grad, q.grad)
+    torch._dynamo.reset()
+
+
 def test_rate_zero_has_no_effect():
     with pytest.warns(NoEffectWarning, match="skips nothing"):
         apply_stochastic_depth(make_stack(), drop_rate=0.0)

@@ -16,7 +16,7 @@ from drivetrain.checkpoint.store import save_checkpoint
 from drivetrain.checkpoint.writer import WriteFailedError
 from drivetrain.context.context import Context
 from drivetrain.context.state import State
-from drivetrain.core.errors import CheckpointError, ConfigError, NonFiniteStateError, StateError
+from drivetrain.core.errors import CheckpointError, ConfigError, DrivetrainWarning, NonFiniteStateError, StateError
 from drivetrain.core.time import Clock
 from drivetrain.runtime.run import Run, set_current_run
 from drivetrain.runtime.signals import StopSignals
@@ -364,6 +364,8 @@ def test_sigusr1_saves_and_goes_on(tmp_path):
         os.kill(os.getpid(), signal.SIGUSR1)
         train(ctx, 3, keeper)
         assert ids(keeper) == ["ep0-ba2"] and len(ctx.losses) == 4
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert keeper.step() == keeper.list()[-1].path
 
 
 def test_signals_are_left_to_an_owner_above(tmp_path):
@@ -510,3 +512,77 @@ def test_a_folder_that_cannot_be_listed_is_an_error_of_the_checkpoint(tmp_path, 
     monkeypatch.setattr("drivetrain.checkpoint.layout.checkpoint_folders", fail)
     with pytest.raises(CheckpointError, match="Permission denied"):
         Checkpointer(make_context(), dir=tmp_path, signals=False).restore()
+
+
+def test_a_folder_is_taken_by_the_first_step_or_restore_of_a_run_that_saves_at_intervals(tmp_path):
+    for name, begin in {"step": Checkpointer.step, "restore": Checkpointer.restore}.items():
+        with Checkpointer(Context(x=1), every=5, dir=tmp_path / name, signals=False) as keeper:
+            begin(keeper)
+            assert (tmp_path / name / "writer.lock").exists()
+    own = Checkpointer(Context(x=1), dir=tmp_path / "dropped", signals=False)
+    own.save()
+    assert (tmp_path / "dropped" / "writer.lock").exists()
+    del own
+    assert not (tmp_path / "dropped" / "writer.lock").exists()
+
+
+def test_a_loop_that_fails_leaves_its_last_save_whole_and_the_folder_free(tmp_path):
+    def fail():
+        with keeper:
+            keeper.save()
+            raise KeyError
+
+    keeper = Checkpointer(Context(x=1), dir=tmp_path, async_save=True)
+    with pytest.raises(KeyError):
+        fail()
+    assert len(keeper.list()) == 1 and not keeper._job.is_busy and not (tmp_path / "writer.lock").exists()
+    assert StopSignals.active() is None
+
+
+def test_the_end_of_a_run_whose_last_save_failed_is_an_error(tmp_path):
+    keeper = Checkpointer(Context(x=1), dir=tmp_path, signals=False)
+    with full_disk():
+        keeper.save()
+    assert keeper.failures_in_a_row == 1 and keeper.last_failure is not None
+    with pytest.raises(WriteFailedError):
+        keeper.close()
+
+
+def test_the_best_checkpoint_of_an_earlier_run_stays_where_this_one_knows_no_best(tmp_path):
+    with Checkpointer(Context(x=1), dir=tmp_path, best="loss", signals=False) as keeper:
+        keeper.save("good", {"loss": 0.1})
+    with Checkpointer(Context(x=1), dir=tmp_path, keep=1, signals=False) as keeper:
+        for name in ("later", "last"):
+            keeper.save(name)
+        assert ids(keeper) == ["good", "last"]
+
+
+def test_a_folder_that_the_first_save_made_and_that_disappears_is_missed(tmp_path):
+    with Checkpointer(Context(x=1), dir=tmp_path / "new", signals=False) as keeper:
+        keeper.save(1)
+        shutil.rmtree(tmp_path / "new")
+        with pytest.warns(DrivetrainWarning, match="disappeared during the run"):
+            keeper.save(2)
+
+
+class Counter:
+    def __init__(self):
+        self.count = 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state, strict=True):
+        self.count = state["count"]
+        return "loaded"
+
+
+def test_an_object_with_its_own_state_is_saved_and_restored(tmp_path):
+    counter = Counter()
+    with Checkpointer(counter, dir=tmp_path, signals=False) as keeper:
+        assert keeper.last_stall == 0.0
+        counter.count = 4
+        keeper.save()
+        assert keeper.last_stall > 0
+        counter.count = 5
+        assert keeper.restore().report == "loaded" and counter.count == 4

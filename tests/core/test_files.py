@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain.core.errors import ConfigError
 from drivetrain.core.files import (
     PRIVATE_FILE,
+    absolute,
     atomic_write,
     home_cache,
     is_real_folder,
@@ -139,3 +141,13 @@ def test_nothing_in_the_library_renames_a_file_of_its_own_making():
         if any(word in path.read_text() for word in ("os.replace(", "os.rename(", "mkstemp(", ".rename("))
     }
     assert found == allowed
+
+
+def test_a_relative_path_in_a_deleted_folder_is_named(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConfigError, match="'runs' is a relative path, and the current folder has been deleted"):
+        absolute("runs")
+    assert absolute(tmp_path / "runs") == tmp_path / "runs"

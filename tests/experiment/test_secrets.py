@@ -259,7 +259,7 @@ def test_tables_files_and_errors_of_a_sweep_hold_no_secret(tmp_path):
     result = caught.value.result
     result.to_csv(tmp_path / "table.csv")
     assert_nowhere(tmp_path)
-    for text in (str(caught.value), result.table(), str(result.rows()), repr(result)):
+    for text in (str(caught.value), result.table(), str(result.rows()), repr(result), repr(list(result))):
         assert VALUE not in text
     assert stat.S_IMODE(result.folder.stat().st_mode) == 0o700
     entries = [json.loads(line) for line in (result.folder / "sweep.jsonl").read_text().splitlines()]

@@ -8,6 +8,11 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import drivetrain.optim
 from drivetrain.core.errors import ConfigError
@@ -528,6 +533,7 @@ MAKERS = {
     "Lookahead": lambda m: Lookahead(torch.optim.AdamW(m.parameters(), lr=0.01), k=3),
     "Lookahead of SGD": lambda m: Lookahead(torch.optim.SGD(m.parameters(), lr=0.1), k=4),
     "SAM": lambda m: SAM(torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), interval=2),
+    "SAM of SGD": lambda m: SAM(torch.optim.SGD(m.parameters(), lr=0.1)),
     "Cautious": lambda m: Cautious(Lion(m.parameters(), lr=1e-3)),
     "SOAP": lambda m: SOAP(m.parameters(), precondition_frequency=2),
 }
@@ -606,6 +612,45 @@ def test_a_state_that_went_through_a_safe_file_continues_bit_for_bit(name):
     resumed.load_state_dict(saved["optimizer"])
     run_steps(other, resumed, 5, 9)
     assert all(map(torch.equal, whole.parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_state_in_torchs_distributed_form_continues_bit_for_bit(name, flat):
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    whole = net()
+    run_steps(whole, MAKERS[name](whole), 0, 9)
+    model = net()
+    optimizer = MAKERS[name](model)
+    run_steps(model, optimizer, 0, 5)
+    optimizer.zero_grad()  # without gradients torch looks for a state, and makes one by a step at a rate of zero
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    other = net()
+    resumed = MAKERS[name](other)
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, resumed, saved, options=options)
+    for pair in ((model, optimizer), (other, resumed)):  # reading the state has changed nothing either
+        run_steps(*pair, 5, 9)
+        assert all(map(torch.equal, whole.parameters(), pair[0].parameters()))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_where_gradients_are_in_memory_changes_no_bit(name):
+    """DDP keeps gradients in buckets, which it divides anew after the first step of each process."""
+
+    def weights(place):
+        model = net()
+        optimizer = MAKERS[name](model)
+        for step in range(5):
+            for p in model.parameters():
+                p.grad = place(torch.sin(p.detach() * 7 + step))
+            optimizer.step((lambda: 0.0) if isinstance(optimizer, SAM) else None)
+        return list(model.parameters())
+
+    def in_bucket(gradient):
+        return torch.cat([torch.zeros(3), gradient.flatten()])[3:].view_as(gradient)
+
+    assert all(map(torch.equal, weights(torch.clone), weights(in_bucket)))
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -1,11 +1,19 @@
 """On sharded parameters the optimizers and the clipping do what they do on whole ones."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from drivetrain.algorithms.gradient_clipping import apply_gradient_clipping
 from drivetrain.algorithms.kernel_norm import normalise_kernels
+from drivetrain.module.optimizers import split_optimizer
 from drivetrain.module.sharding import shard_fully
 from drivetrain.optim import AdamWScheduleFree, Lion, Lookahead, MuonHybrid, SAMOptimizer
 
@@ -30,7 +38,14 @@ def full_weights(model):
 
 def train(model, make, sees):
     optimizer = make(model)
-    for step in range(4):
+    step_often(model, optimizer, range(4), sees)
+    if hasattr(optimizer, "eval"):
+        optimizer.eval()
+    return full_weights(model)
+
+
+def step_often(model, optimizer, numbers, sees):
+    for step in numbers:
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))[sees]
 
         def closure(x=x):
@@ -41,9 +56,7 @@ def train(model, make, sees):
 
         closure()
         optimizer.step(closure) if isinstance(optimizer, SAMOptimizer) else optimizer.step()
-    if hasattr(optimizer, "eval"):
-        optimizer.eval()
-    return full_weights(model)
+        optimizer.zero_grad()
 
 
 def clipped(model, kind, threshold, sees):
@@ -54,6 +67,54 @@ def clipped(model, kind, threshold, sees):
 
 
 CLIPPING = (("norm", 0.5), ("value", 0.05), ("adaptive", 0.01))
+
+
+def continue_on_rank():
+    """Pass states between shards in torch's distributed form, and return the differences to the runs that go on."""
+    differences = {}
+    for name, make in MAKERS.items():
+        for flat in (False, True):
+            options = StateDictOptions(flatten_optimizer_state_dict=flat)
+            model, other = shard_fully(net()), shard_fully(net())
+            optimizer, resumed = make(model), make(other)
+            step_often(model, optimizer, range(3), slice(None))
+            other.load_state_dict(model.state_dict())
+            saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+            set_optimizer_state_dict(other, resumed, saved, options=options)
+            for pair in ((model, optimizer), (other, resumed)):
+                step_often(*pair, range(3, 6), slice(None))
+            pairs = zip(full_weights(model), full_weights(other))
+            differences[name, flat] = max((a - b).abs().max().item() for a, b in pairs)
+    return differences
+
+
+def continue_around_a_split_optimizer():
+    """Lookahead around an optimizer that gathers its state from all ranks, and inside of one."""
+    differences = []
+    for make in (
+        lambda m: Lookahead(split_optimizer(torch.optim.AdamW, m.parameters(), {"lr": 0.01}, None), k=3),
+        lambda m: split_optimizer(
+            lambda p, **own: Lookahead(torch.optim.AdamW(p, **own), k=3), m.parameters(), {}, None
+        ),
+    ):
+        model, other = net(), net()
+        optimizer, resumed = make(model), make(other)
+        step_often(model, optimizer, range(4), slice(None))
+        other.load_state_dict(model.state_dict())
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for pair in ((model, optimizer), (other, resumed)):
+            step_often(*pair, range(4, 8), slice(None))
+        differences += [(a - b).abs().max().item() for a, b in zip(model.parameters(), other.parameters())]
+    return max(differences)
+
+
+def test_slow_weights_of_split_optimizers_are_saved(world2):
+    assert world2(continue_around_a_split_optimizer) == [0.0, 0.0]
+
+
+def test_a_sharded_state_in_torchs_distributed_form_continues_bit_for_bit(world2):
+    for differences in world2(continue_on_rank):
+        assert {name: value for name, value in differences.items() if value} == {}
 
 
 def compare_on_rank():

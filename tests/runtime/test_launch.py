@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,34 @@ def test_exit_of_a_worker_is_success_or_its_code(code, outcome):
         with pytest.raises(WorkerFailed, match="exit code 143") as caught:
             launch(lambda: sys.exit(code))
         assert caught.value.exit_code == outcome
+
+
+@forks
+@pytest.mark.parametrize("leave", [os._exit, sys.exit])
+def test_workers_that_leave_before_their_function_returns_have_no_value(leave):
+    """The other one is not disturbed; where all leave, too, the launch ends."""
+
+    def work(leaving):
+        if int(os.environ["RANK"]) in leaving:
+            leave(0)
+        time.sleep(0.6)  # the agent and the watcher have seen the other one
+        return "done"
+
+    with limited_time(60):
+        assert launch(work, 2, args=([1],)) == ["done", None]
+        assert launch(work, 2, args=([0, 1],)) == [None, None]
+
+
+@contextmanager
+def limited_time(seconds):
+    """Raise in this process instead of waiting for ever."""
+    before = signal.signal(signal.SIGALRM, lambda *given: pytest.fail("still waiting"))
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @forks

@@ -14,6 +14,7 @@ from drivetrain.core.errors import (
     ConfigError,
     ConflictError,
     MethodConfigError,
+    NoEffectWarning,
     PlanInfeasible,
     StrategyFormatError,
     UnknownMethodError,
@@ -22,6 +23,7 @@ from drivetrain.strategy.method import Method, Stage
 from drivetrain.strategy.registry import _methods, register_method
 from drivetrain.strategy.value import Strategy
 from drivetrain.train.auto import auto_accelerate
+from drivetrain.train.trainer import Trainer
 from tests.strategy.tasks import ADAM, Block, Tokens, loss_func, make_data, make_model, pairs_data, plain_losses
 
 
@@ -652,7 +654,20 @@ def test_texts_that_only_a_sampler_puts_together_are_planned_for():
     for plan in ([], None):
         status, _, applied = auto_accelerate(
             Wide(8, 8), torch.optim.SGD, rows, lambda batch, out: (out - batch["y"]).square().mean(), None, "unpack_dict",
-            {"lr": 0.1}, load_strategy=plan, time_limit=0, device="cpu",
+            {"lr": 0.1}, load_strategy=plan, device="cpu", **({"time_limit": 0} if plan is None else {}),
             dataloader_args={"batch_sampler": BatchSampler([0, 2, 4, 6, 1, 3, 5, 7], 4, False), "num_workers": 0},
         )  # fmt: skip
         assert status, applied.failure
+
+
+def test_settings_of_a_search_next_to_a_given_plan_have_no_effect_and_say_so():
+    settings = {"prepare_input": lambda batch, device: batch[0], "dataloader_args": {"batch_size": 8}}
+    data = TensorDataset(torch.randn(16, 8))
+    given = (nn.Linear(8, 8), torch.optim.SGD, data, lambda batch, out: out.square().mean())
+    with pytest.warns(NoEffectWarning, match="time_limit, numerics has no effect"):
+        auto_accelerate(*given, **settings, optim_args={"lr": 0.1}, load_strategy=[], time_limit=3, numerics="exact")
+    with pytest.raises(ConfigError, match="without lr_scheduler_cls"):
+        auto_accelerate(*given, **settings, load_strategy=[], lr_scheduler_args={"step_size": 3})
+    for plan in (None, ["amp_native"]):
+        with pytest.warns(NoEffectWarning, match="strategy_time_limit"):
+            Trainer(nn.Linear(8, 8), nn.MSELoss(), None, callbacks=(), strategy=plan, strategy_time_limit=5)

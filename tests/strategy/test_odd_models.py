@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 from drivetrain.auto import auto_accelerate
 from drivetrain.core.errors import UnsupportedMethodError
 from drivetrain.module.wrapping import named_clean_parameters
+from drivetrain.optim import SAMOptimizer
 from drivetrain.runtime.ranks import clear_data_ranks
 from drivetrain.train.trainer import Trainer
 from tests.strategy.test_semantics import mean_losses
@@ -222,6 +223,18 @@ def test_autocast_over_shards_leaves_wide_numbers_alone(world2, kind):
 def test_optimizers_that_need_a_closure_are_rejected_by_name(plan, optimizer):
     with pytest.raises(UnsupportedMethodError, match="^LBFGS evaluates the loss itself"):
         follow(Odd, plan, {"lr": 0.1}, optimizer)
+
+
+@pytest.mark.parametrize("plan", [[], [HALF]])
+@pytest.mark.parametrize("interval", [1, 3])
+def test_optimizers_that_repeat_an_update_are_rejected_before_the_first_step(plan, interval):
+    def make(parameters, lr):
+        return SAMOptimizer(torch.optim.SGD(parameters, lr), interval=interval)
+
+    with pytest.raises(
+        UnsupportedMethodError, match=r"^SAMOptimizer evaluates the loss itself.*algorithms=\[SAM\(\)\]"
+    ):
+        follow(Odd, plan, {"lr": 0.1}, make)
 
 
 class HandlesBatches(Trainer):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from drivetrain.core.errors import BatchError, BatchOutputError, DrivetrainWarning
+from drivetrain.core.errors import BatchError, BatchOutputError, DrivetrainWarning, PlanInfeasible
 from drivetrain.train.failures import check_loss_inputs
 from drivetrain.train.trainer import Trainer
 from tests.train.tasks import make_data, make_model, make_trainer, train
@@ -238,3 +238,20 @@ def test_a_failing_evaluation_is_not_numbered_by_training_and_asks_for_its_hook(
         train(trainer, eval_dataset=make_data())
     assert "a batch for evaluation" in caught.value.__notes__[0]
     assert "override calculate_eval_batch_loss" in caught.value.__notes__[0]
+
+
+class Unprintable(RuntimeError):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+class RaisesUnprintable(nn.Linear):
+    def forward(self, x):
+        raise Unprintable
+
+
+def test_an_error_without_a_text_is_raised_as_it_is():
+    with pytest.raises(Unprintable):
+        train(make_trainer(RaisesUnprintable(6, 3)))
+    with pytest.raises(PlanInfeasible, match="Unprintable"):
+        train(make_trainer(RaisesUnprintable(6, 3), strategy=["amp_native"]))

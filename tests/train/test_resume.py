@@ -70,6 +70,19 @@ def test_a_killed_run_resumes_bit_for_bit(unbroken, tmp_path, at):
     assert torch.equal(torch.get_rng_state(), generator)
 
 
+class DrawsAtTheStart(TrainerCallback):
+    def on_training_run_start(self, trainer, **kwargs):
+        torch.rand(3)
+
+
+def test_numbers_that_are_drawn_before_the_first_resumed_step_change_nothing(unbroken, tmp_path):
+    with pytest.raises(RuntimeError, match="plug"):
+        run(build([Pull(5)]), tmp_path)
+    trainer = build([DrawsAtTheStart()])
+    run(trainer, tmp_path, resume_from="auto")
+    assert all(map(torch.equal, weights(trainer.model), unbroken[0]))
+
+
 def test_resuming_a_finished_run_with_a_larger_limit_goes_on(unbroken, tmp_path):
     run(build(), tmp_path, num_epochs=None, max_num_train_steps=4)  # ends inside the second epoch
     trainer = build()

@@ -470,3 +470,11 @@ def test_the_runtime_has_the_members_people_call(name):
 def test_the_timm_trainer_counts_updates_and_is_a_trainer():
     assert issubclass(TrainerWithTimmScheduler, Trainer)
     assert make_trainer(cls=TrainerWithTimmScheduler).num_updates is None
+
+
+def test_a_state_of_an_earlier_trainer_brings_no_scheduler():
+    model = make_model()
+    earlier = Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=())
+    earlier.scheduler = torch.optim.lr_scheduler.StepLR(earlier.optimizer, 1)
+    later = Trainer(None, state=earlier.state, callbacks=())
+    assert later.scheduler is None and later.optimizer is earlier.optimizer

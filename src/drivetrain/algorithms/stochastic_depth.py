@@ -8,7 +8,7 @@ always run and the choice is a factor, so that nothing is compiled twice.
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,10 @@ from drivetrain.core import ConfigError, ConfigTypeError, Event, Logger, Time, T
 from drivetrain.core.arguments import check_choice, check_fractions
 from drivetrain.core.types import Settings, StateDict
 from drivetrain.module.blocks import repeated_blocks, select_modules
-from drivetrain.module.probing import keeps_shape
+from drivetrain.module.probing import keeps_shape, restore_buffers_after
 from drivetrain.module.surgery import check_unwrapped
 from drivetrain.module.wrapping import GeneratedClass, subclass_of, user_class
-from drivetrain.runtime.seeds import derive_seed
+from drivetrain.runtime.seeds import capture_rng, derive_seed, restore_rng
 
 _BOTTLENECK_PARTS = ("conv1", "bn1", "conv2", "bn2", "conv3", "bn3", "relu", "downsample")
 
@@ -57,21 +57,50 @@ class Skippable(GeneratedClass):
 
 
 class BlockStochasticModule(Skippable):
-    """Any block: dropped, it returns its input; in evaluation its change of the input is scaled down."""
+    """Any block: dropped, it returns its input; in evaluation its change of the input is scaled down.
+
+    Of a tuple the first entry is the block's result. If the others are None, a dropped block returns them without running; otherwise
+    it runs for their sake.
+    """
+
+    returns: Literal["unknown", "tensor", "nones", "more"] = "unknown"
+    """What it returns: a tensor, or a tuple with only None after its result, or with more."""
+    others: tuple[None, ...]
+    """What follows the result in a tuple of the kind `nones`."""
 
     def __call__(self, x: Tensor, *args: object, **kwargs: object) -> object:
         # Outside `forward`, so that a block that is compiled by itself is skipped without compiling the choice.
-        if self.is_skipped():
-            return x
+        is_skipped = self.is_skipped()
+        if is_skipped and self.returns == "unknown":  # a run without a trace, since a resumed run learns it once more
+            numbers = capture_rng(x.device)
+            with torch.no_grad(), restore_buffers_after(self):  # type: ignore[arg-type]
+                self._learn(super().__call__(x, *args, **kwargs))  # type: ignore[misc]
+            restore_rng(numbers)
+        if is_skipped and self.returns != "more":
+            return x if self.returns == "tensor" else (x, *self.others)
         out = super().__call__(x, *args, **kwargs)  # type: ignore[misc]
-        if not isinstance(out, Tensor) or out.shape != x.shape:
-            given = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+        if self.returns == "unknown" and not torch.compiler.is_compiling():
+            self._learn(out)
+        first = out[0] if isinstance(out, tuple) and out else out
+        if not isinstance(first, Tensor) or first.shape != x.shape:
+            given = f"shape {tuple(first.shape)}" if isinstance(first, Tensor) else f"a {type(first).__name__}"
             raise ConfigTypeError(
                 f"StochasticDepth cannot skip {user_class(self).__name__}: it takes shape {tuple(x.shape)} and returns "  # type: ignore[arg-type]
-                f"{given}. Blocks must return a tensor like their input; name another class with target_layer_name."
+                f"{given}. Blocks must return a tensor like their input, or a tuple that begins with one; name another class with "
+                "target_layer_name."
             )
         factor = self.factor(x)
-        return out if factor is None else torch.addcmul(x, factor, out - x)
+        if is_skipped:
+            first = x
+        elif factor is not None:
+            first = torch.addcmul(x, factor, first - x)
+        return (first, *out[1:]) if isinstance(out, tuple) else first
+
+    def _learn(self, out: object) -> None:
+        others = out[1:] if isinstance(out, tuple) else ()
+        has_more = any(other is not None for other in others)
+        self.returns = "more" if has_more else "nones" if isinstance(out, tuple) else "tensor"
+        self.others = () if has_more else others
 
 
 class StochasticBottleneck(Skippable):

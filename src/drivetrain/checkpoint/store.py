@@ -22,6 +22,7 @@ from drivetrain.checkpoint.reader import (
 from drivetrain.checkpoint.snapshot import take_snapshot
 from drivetrain.checkpoint.writer import write_checkpoint
 from drivetrain.core.errors import CheckpointError, ConfigError
+from drivetrain.core.files import absolute
 from drivetrain.core.types import StateDict
 from drivetrain.runtime.codec import unpack
 from drivetrain.runtime.device import choose_device
@@ -116,7 +117,7 @@ def best_folder(directory: Path) -> Path:
 def checkpoint_directory(path: str | Path | None) -> Path:
     """Return the folder for checkpoints: the one given, else the current run's."""
     if path is not None:
-        return Path(path).absolute()  # the program may change its working directory
+        return absolute(path)
     run = current_run()
     if run is None:
         raise CheckpointError(

@@ -24,6 +24,7 @@ from drivetrain.context.stateful import ContextKind, ModuleKind, ObjectKind, Opt
 from drivetrain.context.values import CodedKind, GeneratorKind, OtherKind, PlainKind, TensorKind
 from drivetrain.core.containers import join_path
 from drivetrain.core.errors import DrivetrainError, StateError, nearest_name, warn
+from drivetrain.core.plain import plain_text
 from drivetrain.core.types import Item, Saved
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.wrapping import FaultKind, named_clean_parameters
@@ -213,7 +214,7 @@ class Loading:
                 _restore_all([before])
                 error.add_note(f"(while loading {load.path})")
                 errors.append(error)
-                self.note("unfitting", load.path, f"{type(error).__name__}: {error}")
+                self.note("unfitting", load.path, f"{type(error).__name__}: {plain_text(error)}")
         if errors and self.strict:
             _restore_all(done)
             if len(errors) == 1 and isinstance(errors[0], DrivetrainError):

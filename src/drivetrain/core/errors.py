@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from drivetrain.core.plain import plain_text
+
 BETWEEN = re.compile(r"(drivetrain|torch)\.|(contextlib|functools|threading)$")
 """Modules between the user's code and the place that warns or raises."""
 
@@ -260,4 +262,4 @@ def unknown_name(kind: str, name: object, valid: Iterable[str], *, where: str = 
 
 def first_line(error: object) -> str:
     """Return the first line of an error's message, or its class where it has none, as an assertion."""
-    return str(error).strip().partition("\n")[0][:300].rstrip(".") or type(error).__name__
+    return plain_text(error).strip().partition("\n")[0][:300].rstrip(".") or type(error).__name__

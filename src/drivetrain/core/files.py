@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from drivetrain.core.errors import ConfigError
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -32,6 +34,17 @@ PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """Return a path that stays the same when the program changes its folder."""
+    try:
+        return Path(path).absolute()
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{str(path)!r} is a relative path, and the current folder has been deleted. Change to a folder that exists, or give an "
+            "absolute path."
+        ) from None
 
 
 def is_regular(path: Path) -> bool:

@@ -21,7 +21,15 @@ from pathlib import Path
 
 from drivetrain.core.display import SafeOutput, printable_lines
 from drivetrain.core.errors import ExperimentError, ParameterError
-from drivetrain.core.files import PRIVATE_FILE, PRIVATE_FOLDER, load_json, open_regular, read_limited, replace_bytes
+from drivetrain.core.files import (
+    PRIVATE_FILE,
+    PRIVATE_FOLDER,
+    absolute,
+    load_json,
+    open_regular,
+    read_limited,
+    replace_bytes,
+)
 from drivetrain.core.plain import plain
 from drivetrain.core.secret import hide
 from drivetrain.core.types import Settings
@@ -61,7 +69,7 @@ def run_path(output_dir: str | os.PathLike[str], experiment: str, run_name: str 
         raise ParameterError(
             f"run_name: {name!r} cannot name a folder. Give one plain name, such as 'baseline'; set the folder with --output-dir."
         )
-    return Path(output_dir).resolve() / experiment / name
+    return absolute(output_dir).resolve() / experiment / name
 
 
 def check_is_new(folder: Path) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.core.errors import DistributedError, UnsupportedMethodError, unknown_name
+from drivetrain.core.plain import plain_text
 from drivetrain.module.wrapping import is_compiled_shell, is_fully_sharded
 from drivetrain.runtime.ranks import data_group, get_rank, require_group
 
@@ -31,7 +32,7 @@ class TransparentDDP(DistributedDataParallel):
         try:
             return super()._pre_forward(*inputs, **kwargs)
         except RuntimeError as error:
-            if "Expected to have finished reduction" not in str(error):
+            if "Expected to have finished reduction" not in plain_text(error):
                 raise
             raise DistributedError(_explain_unused(self, str(error))) from error
 

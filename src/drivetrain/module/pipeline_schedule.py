@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.core import errors
 from drivetrain.core.errors import BatchSizeError, ConfigError, DistributedError, unknown_name
+from drivetrain.core.plain import plain_text
 from drivetrain.module.accumulation import Count, as_factor, share_of
 from drivetrain.module.distributed_tensors import is_dtensor, local_part
 from drivetrain.module.loss_items import without_empty
@@ -357,7 +358,7 @@ class _ScheduleRun:
                     made = self._try_stage(stage, inputs, batch, passed)
             except Exception as caught:  # whatever the user's model raises
                 error = caught
-            described = None if error is None else (type(error).__name__, str(error))
+            described = None if error is None else (type(error).__name__, plain_text(error))
             outcomes = all_gather_values((described, made))
             for failed, (description, _) in enumerate(outcomes):
                 if description is not None:

@@ -17,7 +17,7 @@ _SIDE, ROWS, LENGTH = 16, 2, 8  # of made-up images and sequences
 
 
 def keeps_shape(block: nn.Module) -> bool | None:
-    """Return whether a block returns a tensor of its input's shape; None if it cannot be tried.
+    """Return whether a block returns a tensor of its input's shape, alone or first in a tuple; None if it cannot be tried.
 
     The input is an image with the channels of the first convolution, or a sequence as wide as the first norm or matrix.
     """
@@ -34,7 +34,8 @@ def keeps_shape(block: nn.Module) -> bool | None:
             for module in block.modules()
         )
         return False if resizes else None
-    return isinstance(out, Tensor) and tuple(out.shape) == shape
+    first = out[0] if isinstance(out, tuple) and out else out
+    return isinstance(first, Tensor) and tuple(first.shape) == shape
 
 
 def _likely_input(block: nn.Module) -> tuple[int, ...] | None:

@@ -40,7 +40,9 @@ def shard_fully(
 
     `wrap` says what becomes a unit: "auto" for the model's blocks, a class, a class name, a dotted name or pattern, a
     list of these, or an int for every subtree of at least that many elements. `mixed_precision` is a dtype for
-    computation (gradients are then reduced in float32) or a torch MixedPrecisionPolicy; with `keeps_float64` it leaves
+    computation (gradients are then reduced in float32) or a torch MixedPrecisionPolicy. Buffers keep their type: where a
+    float32 one is added between layers, call the model under `torch.autocast`, as a plan does, or give the buffer the dtype
+    of the computation. With `keeps_float64` it leaves
     such parameters and all inputs and outputs alone, as autocast does. All ranks start from the first rank's values, as
     with DDP. A DDP shell is removed first; a model that is sharded already is returned as it is.
     """

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from drivetrain.core.arguments import naming
 from drivetrain.core.errors import ConfigError, ConfigTypeError, ExperimentError, StateError, unknown_name
+from drivetrain.core.files import absolute
 from drivetrain.core.plain import encodable, plain
 from drivetrain.core.secret import masked
 from drivetrain.core.time import TimeUnit, ensure_time
@@ -353,7 +354,7 @@ def _seconds(flush_every: object) -> float:
 def _claimed_folder(output_dir: str | Path | None) -> Path:
     """Return the folder of a new Recorder, which no other open one writes to."""
     if output_dir is not None:
-        folder = Path(output_dir).absolute()
+        folder = absolute(output_dir)
         if folder in _open_folders:
             raise ConfigError(
                 f"output_dir={str(output_dir)!r} belongs to a Recorder that is still open. Use that one, close() it, or give this one "

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.errors import DeviceError, UnknownDeviceError, unknown_name
+from drivetrain.core.plain import plain_text
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.limits import cpu_limit, limited_memory, number_after
 
@@ -125,7 +126,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     phrases = ("out of memory", "_alloc_failed", "defaultcpuallocator: can't allocate")
-    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in phrases)
+    return isinstance(error, RuntimeError) and any(phrase in plain_text(error).lower() for phrase in phrases)
 
 
 def as_current(device: torch.device | str | None) -> AbstractContextManager[None]:

@@ -1,9 +1,10 @@
 """What runs around one worker of a launch, and in the parent.
 
-torch's elastic agent starts the workers, waits for them and ends the others if one fails. Four things are added. A worker that
-only lost its peer waits a moment before it fails, so that the agent sees the cause first. Workers that hang in a collective and
-cannot end are killed after a short grace period. SIGUSR1 sent to the agent reaches the workers. A worker whose agent was killed
-ends as after SIGTERM.
+torch's elastic agent starts the workers, waits for them and ends the others if one fails. Five things are added. A worker that
+leaves with status 0 before its function returns (`os._exit(0)`) has ended well, without a value; the agent would wait for that value
+for ever. A worker that only lost its peer waits a moment before it fails, so that the agent sees the cause first. Workers that hang
+in a collective and cannot end are killed after a short grace period. SIGUSR1 sent to the agent reaches the workers. A worker whose
+agent was killed ends as after SIGTERM.
 """
 
 import faulthandler
@@ -17,14 +18,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from drivetrain.core.containers import with_attributes
 from drivetrain.core.errors import DistributedError
 from drivetrain.runtime.device import usable_cpus
 from drivetrain.runtime.environment import end_with_parent
 from drivetrain.runtime.group import destroy_group
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 
 LOST_PEER_DELAY = 1.5
 """Seconds a worker waits after losing a peer; the agent looks for dead workers ten times a second."""
@@ -126,11 +132,25 @@ def is_lost_peer(error: BaseException | None) -> bool:
 @contextmanager
 def watched_workers(pids: Path) -> Iterator[None]:
     """Watch the workers that announce themselves in `pids` while the agent runs."""
+    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+
+    collect_results = MultiprocessContext._poll
+
+    def poll(context: MultiprocessContext) -> "RunProcsResult | None":
+        results = collect_results(context)
+        workers = context._pc.processes if results is None and context._pc is not None else ()
+        for rank, worker in enumerate(workers):
+            # A worker that returns waits for the others. One that has ended before them sends nothing any more.
+            if worker.exitcode == 0 and rank not in context._return_values and context._ret_vals[rank].empty():
+                context._return_values[rank] = None
+                (pids / str(worker.pid)).unlink(missing_ok=True)
+        return results
+
     done = threading.Event()
     watcher = threading.Thread(target=_kill_survivors, args=(pids, done), name="drivetrain-worker-watch", daemon=True)
     watcher.start()
     try:
-        with _forwarded_signal(pids):
+        with _forwarded_signal(pids), with_attributes(MultiprocessContext, _poll=poll):
             yield
     finally:
         done.set()
@@ -140,11 +160,14 @@ def watched_workers(pids: Path) -> Iterator[None]:
 def _kill_survivors(pids: Path, done: threading.Event) -> None:
     """Once a worker has died, kill after a grace those of its group that still run; a restarted group is a new one."""
     deadlines: dict[int, float] = {}
+    ended: set[int] = set()
     while not done.wait(0.2):
         running = []
         for pid in _announced(pids):
             if _runs(pid):
                 running.append(pid)
+            elif pid not in ended:
+                ended.add(pid)  # until the next look the agent learns whether it left with status 0
             else:
                 (pids / str(pid)).unlink(missing_ok=True)
                 for other in _announced(pids):

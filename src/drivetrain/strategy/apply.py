@@ -24,7 +24,7 @@ from drivetrain.module.accumulation import Count
 from drivetrain.module.compilation import JointStep, LossGraph
 from drivetrain.module.ddp import wrap_ddp
 from drivetrain.module.loss_items import UNKNOWN, LossItems
-from drivetrain.module.optimizers import requires_closure
+from drivetrain.module.optimizers import MasterCopies, requires_closure
 from drivetrain.module.pipeline_parts import RemoteModule
 from drivetrain.module.pipeline_schedule import PipelinedModel, free_other_stages
 from drivetrain.module.wrapping import is_fully_sharded, unwrap, wrapping_of
@@ -266,12 +266,16 @@ def _check_optimizer(app: Application) -> None:
 def _check_closure(app: Application, optimizer: object) -> None:
     """Reject an optimizer, or the class of one, that evaluates the loss itself. The Trainer can do that with the model's own parameters."""
     replaces = any(m.shards_axis is not None or m.splits_optimizer or m.copies_parameters for _, m, _ in app.plan.steps)
-    is_possible = isinstance(app.context, State) and not replaces
-    if requires_closure(optimizer) and not is_possible:
-        name = getattr(optimizer, "__name__", type(optimizer).__name__)
+    is_trainer = isinstance(app.context, State)
+    is_repeated = bool(
+        getattr(optimizer, "needs_closure", False)
+    )  # SAM, which can also be repeated on replaced parameters
+    if (requires_closure(optimizer) and not (is_trainer and not replaces)) or (is_repeated and not is_trainer):
+        name = getattr(optimizer, "__name__", type(optimizer).__name__.removeprefix(MasterCopies.__name__))
+        other = "Trainer with algorithms=[SAM()]" if is_repeated else "Trainer without a plan"
         raise UnsupportedMethodError(
             f"{name} evaluates the loss itself (its step needs a closure), which the plan does not support. Use another optimizer, or the "
-            "Trainer without a plan."
+            f"{other}."
         )
 
 

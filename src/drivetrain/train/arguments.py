@@ -22,6 +22,7 @@ from drivetrain.core.errors import (
     BatchOutputError,
     ConfigError,
     ConfigTypeError,
+    NoEffectWarning,
     UnsupportedMethodError,
     did_you_mean,
     warn,
@@ -72,6 +73,11 @@ def check_constructor(given: Mapping[str, Any]) -> None:
         raise ConfigError(f"deterministic={deterministic!r}: expected True, False, 'off', 'warn' or 'strict'.")
     if given["strategy_time_limit"] is not None:
         check_number("strategy_time_limit", given["strategy_time_limit"], at_least=0, infinite=True, hint=" of seconds")
+        if not (isinstance(given["strategy"], str) and given["strategy"] == "auto"):
+            warn(
+                "strategy_time_limit is for a search, which strategy='auto' makes: it has no effect here.",
+                NoEffectWarning,
+            )
     check_number("scale_schedule_ratio", given["scale_schedule_ratio"], above=0, hint=", such as 0.5 for half the run")
     duration = given["max_duration"]
     if duration is not None and not parse_time("max_duration", duration).value > 0:

@@ -18,7 +18,15 @@ from torch.utils._pytree import tree_map_only
 from drivetrain.context.context import Context
 from drivetrain.core.arguments import check_callable
 from drivetrain.core.display import print_if_possible
-from drivetrain.core.errors import BatchSizeError, ConfigError, ConflictError, PlanInfeasible, did_you_mean, warn
+from drivetrain.core.errors import (
+    BatchSizeError,
+    ConfigError,
+    ConflictError,
+    NoEffectWarning,
+    PlanInfeasible,
+    did_you_mean,
+    warn,
+)
 from drivetrain.core.types import Settings
 from drivetrain.module.accumulation import Count
 from drivetrain.module.loss_items import SAMPLES as LOSS_OF_SAMPLES
@@ -220,6 +228,8 @@ def auto_accelerate(
         optim_func=optim_func, optim_args=dict(optim_args or {}), optim_param_func=optim_param_func,
         find_unused_parameters=options.find_unused_parameters, count_items=options.count_items,
     )  # fmt: skip
+    if lr_scheduler_args and lr_scheduler_cls is None:
+        raise ConfigError("auto_accelerate: lr_scheduler_args was given without lr_scheduler_cls. Pass both.")
     scheduler = None if lr_scheduler_cls is None else partial(lr_scheduler_cls, **(lr_scheduler_args or {}))
     request = _Request(model, task, dataset, dict(dataloader_args or {}), distributed_sampler_cls, scheduler, options)
     if given is None or finetune_strategy or given.is_tunable():
@@ -324,6 +334,12 @@ class _Request:
     def apply_plan(self, plan: Strategy) -> Outcome:
         """Check, try and apply a plan."""
         options, device, world = self.options, self.device, self.world
+        searching = ("time_limit", "numerics", "memory_budget")
+        if unused := [name for name in searching if getattr(options, name) != getattr(Options, name)]:
+            warn(
+                f"auto_accelerate: {', '.join(unused)} has no effect: load_strategy gives the plan, so none is searched.",
+                NoEffectWarning,
+            )
         rescaled: tuple[str, ...] = ()
         if plan.mesh is not None and mesh_size(plan.mesh) != world:
             plan = replace(plan.rescale(world), fingerprint=plan.fingerprint)

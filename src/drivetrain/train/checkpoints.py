@@ -17,6 +17,7 @@ from torch import nn
 from drivetrain.context.state import State
 from drivetrain.core.containers import map_items
 from drivetrain.core.errors import CheckpointError, NonFiniteStateError, warn
+from drivetrain.core.files import absolute
 from drivetrain.core.time import Interval
 from drivetrain.core.types import StateDict
 from drivetrain.module.accumulation import AccumulationWindow
@@ -45,7 +46,7 @@ def prepare_folder_for(settings: TrainSettings, own_folders: set[Path], until_en
         return
     from drivetrain.checkpoint.folder import prepare_folder
 
-    folder = Path(settings.checkpoint_dir)
+    folder = absolute(settings.checkpoint_dir)
     is_new = settings.resume_from is None and not settings.overwrite_checkpoints and folder.resolve() not in own_folders
     until_end.enter_context(prepare_folder(folder, fresh=is_new))
     own_folders.add(folder.resolve())

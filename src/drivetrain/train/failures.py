@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from drivetrain.context.state import State
 from drivetrain.core.containers import with_attributes
 from drivetrain.core.errors import BatchError, BatchOutputError, NonFiniteError, first_line, warn
+from drivetrain.core.plain import plain_text
 from drivetrain.core.time import Clock
 from drivetrain.core.types import StateDict
 from drivetrain.module.distributed_tensors import is_dtensor
@@ -87,7 +88,7 @@ def explain_failure(error: BaseException, model: object, loss_func: object, batc
         if not module.startswith("drivetrain."):  # ours may be between a layer and its operation
             by_torch = module.startswith("torch.")
     in_data = in_data and batch is None
-    advice = "".join(f" {advice}" for words, advice in _ADVICE.items() if words in str(error))
+    advice = "".join(f" {advice}" for words, advice in _ADVICE.items() if words in plain_text(error))
     if starts_workers and isinstance(error, OSError) and error.errno == errno.ENOSPC:
         advice += f" {_SHARED_MEMORY}"
     if not phase or (batch is None and not in_data):
@@ -109,7 +110,7 @@ def explain_failure(error: BaseException, model: object, loss_func: object, batc
         text += " Without a loss_func the model gets the whole batch and returns its loss. Pass Trainer(model, loss_func=...)."
         if phase == "evaluation":
             text = f"{text[:-1]}, or override calculate_eval_batch_loss like calculate_train_batch_loss."
-    if "device-side assert" in str(error):
+    if "device-side assert" in plain_text(error):
         text += (
             " A CUDA kernel found a wrong value, often a label or an index out of range, and the layer named may be a later one. "
             "Run the same batch with Trainer(device='cpu') to see it."
@@ -130,7 +131,7 @@ def _about_input(layer: nn.Module | None, tensors: Sequence[Tensor], error: Exce
         if not isinstance(error, IndexError) or not first.is_cpu or not first.numel():
             return ""
         return f" Its {len(weight)} rows have the indices 0 to {len(weight) - 1}, and those given go from {first.min()} to {first.max()}."
-    if first.dtype != weight.dtype == torch.float32 and "type" in str(error):
+    if first.dtype != weight.dtype == torch.float32 and "type" in plain_text(error):
         return " Its weights are float32: convert the input with .float(), best in the dataset."
     return ""
 

@@ -26,6 +26,7 @@ from drivetrain.core.errors import (
     warn,
 )
 from drivetrain.core.event import Event
+from drivetrain.core.plain import plain_text
 from drivetrain.core.types import Settings
 from drivetrain.module.compilation import GRAPH_MODES, LossGraph
 from drivetrain.module.precision import PRECISIONS, Precision, parse_precision
@@ -356,7 +357,7 @@ def search_plan(request: PlanRequest) -> Strategy:
     except Exception as error:  # whatever goes wrong in a search, the training does not need it
         if request.strict:
             raise
-        return plain_plan(f"{type(error).__name__}: {error}")
+        return plain_plan(f"{type(error).__name__}: {plain_text(error)}")
     if is_master():
         warn(f"strategy='auto': {cause} The plan is still tried.")
     return replace(plan, failure=None, reasons=(*plan.reasons, f"search: {cause} The plan is still used"))
@@ -403,7 +404,7 @@ def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:
         samples = read_samples(dataset, collate, count)
         first = joined(samples)
     except Exception as error:  # the first batch raises it again, unless a sampler leaves those samples out
-        obstacles.append(f"the first samples could not be read ({type(error).__name__}: {error})")
+        obstacles.append(f"the first samples could not be read ({type(error).__name__}: {plain_text(error)})")
         samples = None
     form, settings = None if first is None else request.form_of(first, model), Settings()
     if isinstance(form, WholeForm):

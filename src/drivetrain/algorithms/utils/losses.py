@@ -13,6 +13,7 @@ from drivetrain.algorithms.utils.passes import autocast_of
 from drivetrain.context.batch import BatchKey, ensure_targets_one_hot
 from drivetrain.context.state import State
 from drivetrain.core import Algorithm, ConfigError, ConfigTypeError, Event, Logger, PluginConflictError
+from drivetrain.core.plain import plain_text
 from drivetrain.core.types import Batch
 from drivetrain.module.wrapping import own_loss
 
@@ -82,7 +83,7 @@ def check_soft_targets(state: State, logits: object, targets: Any, who: str) -> 
         with torch.no_grad(), autocast_of(state):
             state.loss_fn(logits[:2].detach(), targets[:2])
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = next(iter(plain_text(error).splitlines()), type(error).__name__)
         raise PluginConflictError(
             f"{who} and the loss {name} cannot run together: {who} produces targets of shape {tuple(targets.shape)}, one weight per class, "
             f"and this loss rejects them: {reason}. Use a loss that takes such targets, such as cross_entropy (with ignored labels marked "

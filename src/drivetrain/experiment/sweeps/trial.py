@@ -46,9 +46,11 @@ class Trial:
     """When the attempt that runs began, by this process's monotonic clock; None where none runs."""
     reported: tuple[int, float] | None = None
     """The step and value of its last report."""
+    secrets: Collection[str] = field(default=(), compare=False)
+    """Names of parameters that are not shown because of their declaration; their names and types may also make them secrets."""
 
     def __repr__(self) -> str:
-        shown = f"{self.index}, {masked(self.params)}, {self.status!r}, value={self.values or self.value}"
+        shown = f"{self.index}, {masked(without_secrets(self.params, self.secrets))}, {self.status!r}, value={self.values or self.value}"
         return f"Trial({shown}, run_dir={self.run_dir}, error={self.error!r})"
 
     @property
@@ -56,6 +58,11 @@ class Trial:
         """What trials are compared by; empty where there is nothing, or one is not a number."""
         found = list(self.values.values()) if self.values else [] if self.value is None else [self.value]
         return [] if any(math.isnan(value) for value in found) else found
+
+    def without_secrets(self, secrets: Collection[str]) -> Settings:
+        """Return the parameters with secrets masked. From now on the trial does not show them either."""
+        self.secrets = secrets
+        return without_secrets(self.params, secrets)
 
     def begin(self, sweep_folder: Path) -> None:
         """Count a new attempt; the first retry continues from the trial's checkpoint, a further one begins from nothing."""

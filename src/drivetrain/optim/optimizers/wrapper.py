@@ -1,12 +1,11 @@
 """Optimizers around another one: same groups, same state, something more at every step.
 
-The wrapper owns no groups and no state of its own kind: it shows those of the optimizer inside, so that schedulers, scalers and
-checkpoints work on the real ones. Tensors that a wrapper keeps for a parameter appear in the same state under the wrapper's
-name for them, but are held apart, because many optimizers take an empty entry to mean "not begun".
+The wrapper owns no groups and no state of its own: it shows those of the optimizer inside, so that schedulers, scalers and
+checkpoints work on the real ones. Tensors that a wrapper keeps for a parameter are entries of the same state, added after the step of
+the optimizer inside, because many optimizers take an empty entry to mean "not begun".
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, Self
 
@@ -39,8 +38,6 @@ def _of_base(name: str) -> Any:
 class WrappedOptimizer(Optimizer):
     """Passes everything on to `base_optimizer`; a subclass adds to `step`."""
 
-    kept_names: tuple[str, ...] = ()
-    """Names under which a subclass keeps tensors for parameters."""
     settings: tuple[str, ...] = ()
     """The attributes of a subclass that a copy needs."""
 
@@ -52,7 +49,6 @@ class WrappedOptimizer(Optimizer):
                 f"{type(self).__name__} wraps an optimizer, such as torch.optim.AdamW(...); it was given a {type(base_optimizer).__name__}."
             )
         self.base_optimizer = base_optimizer
-        self._kept: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
         super().__setstate__({})  # hooks and profiling; the constructor would make groups of its own
 
     def around(self, base_optimizer: Optimizer) -> Self:
@@ -85,34 +81,13 @@ class WrappedOptimizer(Optimizer):
         return (p for group in self.param_groups for p in group["params"])
 
     def state_dict(self) -> StateDict:
-        """Return the state of the optimizer inside, with what is kept here."""
-        saved = self.base_optimizer.state_dict()
-        state = {key: dict(entry) if isinstance(entry, dict) else entry for key, entry in saved["state"].items()}
-        for number, parameter in enumerate(self.parameters()):
-            if parameter in self._kept:
-                state.setdefault(number, {}).update(self._kept[parameter])
-        return {**saved, "state": state}
+        return self.base_optimizer.state_dict()
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Give the optimizer inside its part, and take back what is kept here."""
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        own: dict[int, dict[str, Tensor]] = {}
-        rest = dict(state_dict["state"])
-        for number, entry in state_dict["state"].items():
-            if isinstance(entry, dict):
-                own[number] = {name: entry[name] for name in self.kept_names if name in entry}
-                rest[number] = {name: value for name, value in entry.items() if name not in self.kept_names}
-                if not rest[number]:
-                    del rest[number]
-        self.base_optimizer.load_state_dict({**state_dict, "state": rest})
-        self._kept = defaultdict(dict)
-        for number, parameter in zip(numbers, self.parameters()):
-            for name, value in own.get(number, {}).items():
-                self._kept[parameter][name] = value.detach().to(parameter.device, parameter.dtype, copy=True)
+        self.base_optimizer.load_state_dict(state_dict)
 
     def __getstate__(self) -> StateDict:
-        return {name: getattr(self, name) for name in ("base_optimizer", "_kept", *self.settings)}
+        return {name: getattr(self, name) for name in ("base_optimizer", *self.settings)}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.base_optimizer!r})"
@@ -133,7 +108,7 @@ class Lookahead(WrappedOptimizer):
     tensor([1.])
     """
 
-    kept_names, settings = ("slow",), ("k", "alpha")
+    settings = ("k", "alpha")
 
     def __init__(self, base_optimizer: Optimizer, k: int = 5, alpha: float = 0.5):
         check_counts("Lookahead", 1, k=k)
@@ -145,19 +120,44 @@ class Lookahead(WrappedOptimizer):
     def step(self, closure: Closure = None) -> Any:
         """Step inside, and after every k-th step move the slow weights."""
         loss = evaluate(closure)
-        for parameter in self.parameters():
-            if parameter.grad is not None and parameter not in self._kept:
-                self._kept[parameter]["slow"] = copy_of(parameter)
+        state = self.state
+        begun = {p: copy_of(p) for p in self.parameters() if p.grad is not None and "slow" not in state.get(p, ())}
         self.base_optimizer.step()
+        for parameter, weights in begun.items():
+            state[parameter]["slow"] = weights
         count = self.param_groups[0].get(_LOOKAHEAD_STEPS, 0) + 1
         for group in self.param_groups:  # counted in the groups, which are saved
             group[_LOOKAHEAD_STEPS] = count
-        if count % self.k == 0 and self._kept:
-            fast = local_parts(self._kept)
-            slow = local_parts(kept["slow"] for kept in self._kept.values())
+        kept = [p for p in self.parameters() if "slow" in state.get(p, ())] if count % self.k == 0 else []
+        if kept:
+            fast, slow = local_parts(kept), local_parts(state[p]["slow"] for p in kept)
             torch._foreach_lerp_(slow, fast, self.alpha)
             torch._foreach_copy_(fast, slow)
         return loss
+
+    def state_dict(self) -> StateDict:
+        """Return the state of the optimizer inside, with the slow weights also where that gathers its state from elsewhere (ZeRO)."""
+        saved = super().state_dict()
+        for number, parameter in enumerate(self.parameters()):
+            if "slow" in (entry := self.state.get(parameter, {})):
+                saved["state"][number] = {**saved["state"].get(number, {}), "slow": entry["slow"]}
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Give the optimizer inside its part, and take back the slow weights."""
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        entries = {number: dict(entry) for number, entry in state_dict["state"].items() if isinstance(entry, dict)}
+        slow = {number: entry.pop("slow") for number, entry in entries.items() if "slow" in entry}
+        rest = {
+            number: entries.get(number, entry)
+            for number, entry in state_dict["state"].items()
+            if number not in slow or entries[number]
+        }
+        super().load_state_dict({**state_dict, "state": rest})
+        for number, parameter in zip(numbers, self.parameters()):
+            if number in slow:
+                self.state[parameter]["slow"] = slow[number].detach().to(parameter.device, parameter.dtype, copy=True)
 
 
 _DECOUPLED = ("Lion", "Muon", "MuonHybrid", "DecoupledSGDW", "SOAP", "Adafactor")
@@ -264,7 +264,9 @@ class SAMOptimizer(WrappedOptimizer):
         """Update; a sharpness-aware step needs the closure and returns the loss at the perturbed weights."""
         count = self.param_groups[0].get(_SAM_STEPS, 0) + 1
         loss = None
-        if count % self.interval == 0:
+        if closure is None and all(group.get("lr") == 0 for group in self.param_groups):
+            count -= 1  # moves nothing: torch makes the state by such a step, before it loads one
+        elif count % self.interval == 0:
             if closure is None:
                 raise ConfigError(
                     "SAMOptimizer.step() needs a closure that clears the gradients, repeats forward and backward, and returns the loss: "

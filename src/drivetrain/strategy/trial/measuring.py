@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from drivetrain.context.moving import move_to_device
 from drivetrain.core.errors import ConfigError, first_line
+from drivetrain.core.plain import plain_text
 from drivetrain.core.types import Batch
 from drivetrain.module.distributed_tensors import whole_tensor
 from drivetrain.runtime.collectives import distributed_barrier
@@ -77,7 +78,7 @@ def failure_of(error: BaseException) -> tuple[OutcomeKind, str]:
         return error.kind, str(error)
     if is_out_of_memory(error):
         return "oom", first_line(error)
-    return "error", str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+    return "error", str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {plain_text(error)}"
 
 
 def measure(order: Order, task: TrainingTask, device: torch.device, tell: Tell, *, may_reset: bool) -> None:

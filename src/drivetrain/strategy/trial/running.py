@@ -26,6 +26,7 @@ import torch
 from torch.distributed import TCPStore
 
 from drivetrain.core.errors import ConfigError, warn
+from drivetrain.core.plain import plain_text
 from drivetrain.runtime.collectives import all_gather_values, broadcast_from_master
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.ranks import get_local_rank, get_num_processes, get_rank, is_distributed, is_master
@@ -349,5 +350,5 @@ def _payload(task: TrainingTask) -> bytes | str:
         try:  # by value: torch's own way would move the caller's weights to shared memory
             return pickle.dumps(attempt)
         except Exception as error:  # a model may hold anything
-            reasons.append(f"{type(error).__name__}: {error}")
+            reasons.append(f"{type(error).__name__}: {plain_text(error)}")
     return f"the task cannot be sent to another process ({'; '.join(reasons)})."
