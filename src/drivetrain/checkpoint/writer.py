@@ -28,6 +28,7 @@ from drivetrain.checkpoint.layout import Best, FileEntry, Manifest
 from drivetrain.core.errors import CheckpointError
 from drivetrain.core.files import TEMPORARY, create_locked_temporary, lock_path
 from drivetrain.core.types import StateDict
+from drivetrain.runtime.device import PINNED
 
 logger = logging.getLogger(__name__)
 
@@ -262,11 +263,12 @@ class HostBuffers:
             for name, live in tensors.items():
                 buffer = self._buffers.get((part, name))
                 if buffer is None or buffer.shape != live.shape or buffer.dtype != live.dtype:
-                    is_pinned = live.device.type == "cuda"
-                    buffer = torch.empty(live.shape, dtype=live.dtype, device="cpu", pin_memory=is_pinned)
-                buffer.copy_(live, non_blocking=True)
+                    buffer = torch.empty(
+                        live.shape, dtype=live.dtype, device="cpu", pin_memory=live.device.type in PINNED
+                    )
+                buffer.copy_(live, non_blocking=live.device.type in PINNED)
                 tensors[name] = used[part, name] = buffer
-                if live.device.type != "cpu":
+                if live.device.type in PINNED:
                     devices.add(live.device)
         self._buffers = used
         events = [torch.accelerator.current_stream(device).record_event() for device in devices]

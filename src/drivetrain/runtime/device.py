@@ -4,6 +4,7 @@ A device given by name must exist; only `auto` falls back to the CPU. Under a la
 of this process's local rank.
 """
 
+import functools
 import math
 import os
 from collections import deque
@@ -17,9 +18,12 @@ from torch import Tensor
 
 from drivetrain.core.errors import DeviceError, UnknownDeviceError, unknown_name
 from drivetrain.runtime.environment import launched_world
+from drivetrain.runtime.memory import host_memory
 
 ALIASES = {"gpu": "cuda"}
 KNOWN = ("auto", "cpu", "cuda", "gpu", "mps", "xpu", "meta")
+PINNED = ("cuda", "xpu")
+"""Devices that copy to and from the host while the host goes on. On MPS such a copy may read memory that is already released."""
 
 
 def choose_device(spec: str | torch.device | None = "auto") -> torch.device:
@@ -126,6 +130,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in phrases)
 
 
+def copy_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """Copy a tensor of the host to a device. The host waits only where the copy would else not be safe."""
+    return tensor.to(device, non_blocking=device.type in PINNED)
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Return the widest type for sums on a device: float64, but float32 on those of Apple and some of Intel."""
+    return torch.float64 if device.type in ("cpu", "cuda", "meta") or _has_float64(device.type) else torch.float32
+
+
+@functools.cache
+def _has_float64(kind: str) -> bool:
+    try:
+        torch.ones((), dtype=torch.float64, device=kind).add_(1)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
 def as_current(device: torch.device | str | None) -> AbstractContextManager[None]:
     """Make a device the current one in a block: random states, events and kernels that name no device belong to that one."""
     device = torch.device("cpu" if device is None else device)
@@ -149,7 +172,7 @@ def device_memory(device: str | torch.device | None = "auto") -> tuple[int, int]
     """Return the free and the total bytes of a device. Free memory includes what torch's cache can release."""
     chosen = choose_device(device)
     if chosen.type == "cpu":
-        return _host_memory()
+        return host_memory()
     if chosen.type == "mps":
         total = torch.mps.recommended_max_memory()
         return total - torch.mps.driver_allocated_memory(), total
@@ -158,17 +181,6 @@ def device_memory(device: str | torch.device | None = "auto") -> tuple[int, int]
         raise DeviceError(f"torch does not report the memory of {str(chosen)!r}. Use a cpu, cuda, xpu or mps device.")
     free, total = module.mem_get_info(chosen)
     return free + module.memory_reserved(chosen) - module.memory_allocated(chosen), total
-
-
-def _host_memory() -> tuple[int, int]:
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = os.sysconf("SC_PHYS_PAGES") * page
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        available = os.sysconf("SC_AVPHYS_PAGES") * page
-    return available, total
 
 
 # ---------------------------------------------------------------------- numbers that leave the device

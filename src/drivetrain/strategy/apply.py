@@ -194,7 +194,7 @@ def prepared_input(
 ) -> Any:
     """Return data as the model takes it: prepared by the user's function or moved, then converted tensor by tensor."""
     if prepare_input is None:
-        data = move_to_device(device, data, non_blocking=device.type != "mps")
+        data = move_to_device(device, data, non_blocking=True)
     else:
         data = prepare_input(data, device)
     return change_tensors(data, changes) if changes else data

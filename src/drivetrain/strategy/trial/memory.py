@@ -5,7 +5,6 @@ too. Linux counts its own kills by control group. If no group can be read, there
 when another process is killed; then only a process that held much of the memory counts.
 """
 
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ import torch
 
 from drivetrain.core.display import format_bytes
 from drivetrain.core.errors import warn
+from drivetrain.runtime.memory import peak_process_bytes
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
@@ -58,9 +58,7 @@ def resident_bytes(field: str) -> int:
     """Return a process's resident memory, now (`VmRSS`) or at its peak (`VmHWM`)."""
     if (kibibytes := _field(_STATUS, f"{field}:")) is not None:
         return kibibytes * 1024
-    import resource  # not Linux: the peak of the whole life is all that can be had
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak_process_bytes()  # not Linux: the peak of the whole life is all that can be had
 
 
 _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
