@@ -305,7 +305,7 @@ def _machine() -> str:
     """Name the machine since its last start, and the namespace of its process numbers: elsewhere the same number is another process."""
     parts = [socket.gethostname()]
     with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
         parts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(parts)
 
@@ -314,7 +314,7 @@ def _start_of(pid: int) -> str | None:
     """Return when a process started as its system counts, empty for one that has ended, or None where the system does not say."""
     if Path("/proc/self/stat").exists():
         try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         except OSError:  # hidden from other users
             return None
         return "" if fields[0] in "ZX" else fields[19]

@@ -117,7 +117,7 @@ def usable_cpus() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     with suppress(OSError, ValueError):  # not Linux, an older control group, or the word "max"
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()[:2]
         count = min(count, math.ceil(int(quota) / int(period)))
     return max(1, count)
 

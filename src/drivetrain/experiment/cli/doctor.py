@@ -325,6 +325,6 @@ def _boot_time() -> int:
 def _number_in(file: str, name: str) -> int:
     """Return the number after a name in a file of the kernel, 0 where there is none."""
     with suppress(OSError):
-        found = re.search(rf"^{name} (\d+)$", Path(file).read_text(), re.MULTILINE)
+        found = re.search(rf"^{name} (\d+)$", Path(file).read_text(encoding="utf-8"), re.MULTILINE)
         return int(found[1]) if found else 0
     return 0

@@ -299,8 +299,8 @@ def host_memory() -> tuple[int, int]:
     """Return total and available bytes of this host, or of the container that limits this process."""
     free, total = device_memory("cpu")
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8").strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="utf-8"))
         if limit.isdigit():
             total, free = min(total, int(limit)), min(free, max(0, int(limit) - used))
     except (OSError, ValueError):
@@ -335,7 +335,7 @@ _ask_smi_once = functools.cache(_query_nvidia_smi)
 @functools.cache
 def _processor() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return "cpu"
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "cpu")

@@ -45,7 +45,7 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats(self.device)
             return
         with suppress(OSError):  # another system, or not allowed: the peak is then that of the process's whole life
-            _CLEAR.write_text("5")  # Linux: the peak of resident memory becomes the present value
+            _CLEAR.write_text("5", encoding="utf-8")  # Linux: the peak of resident memory becomes the present value
 
     def peak(self) -> tuple[int, int | None]:
         """Return the peak and the memory reserved by the allocator. On the CPU return the growth of the process and None."""
@@ -86,7 +86,7 @@ class MemoryKills:
 def _group_kills() -> int | None:
     """Return how many processes of this process's control group were ended, None where that cannot be read."""
     try:
-        lines = _OWN_GROUPS.read_text().splitlines()
+        lines = _OWN_GROUPS.read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     for line in lines:
@@ -106,7 +106,7 @@ def _group_kills() -> int | None:
 def _field(path: Path, name: str) -> int | None:
     """Return the number after a name in a file of lines, None where there is none."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), None)
