@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Self
 
 from drivetrain.core.display import printable
-from drivetrain.core.files import open_regular, open_to_read
+from drivetrain.core.files import open_regular, open_to_read, rename_over
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class FolderLock:
                 return False  # another process takes over
             now = _look(path)
             if now is not None and now.token == seen.token:
-                os.replace(claim, path)
+                rename_over(claim, path)
                 logger.warning("%s: its owner is dead (%s), so it is taken over.", path, seen)
                 return True
             claim.unlink(missing_ok=True)

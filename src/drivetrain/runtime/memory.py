@@ -17,7 +17,7 @@ def host_memory() -> tuple[int, int]:
     with suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), total
-    with suppress(OSError, subprocess.SubprocessError, AttributeError):
+    with suppress(OSError, subprocess.SubprocessError, TypeError):
         return _free_by_vm_stat(), total
     return total, total
 
