@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import drivetrain
+from drivetrain.algorithms import factorize
 from drivetrain.algorithms.progressive_resizing import resize_batch
 from drivetrain.context.moving import move_to_device
 from drivetrain.module.loss_items import LossItems
@@ -130,3 +131,20 @@ def test_copies_that_do_not_wait_ask_for_the_kind_of_device():
             )
             decides = "move_to_device" in ast.unparse(call)
             assert not is_always or decides, f"{path}:{call.lineno}: use copy_to(device, tensor)"
+
+
+def test_low_rank_solutions_are_found_on_the_host_where_the_device_has_no_float64(monkeypatch):
+    torch.manual_seed(0)
+    inputs, known = torch.randn(32, 6), torch.randn(6, 6)
+    given = (inputs, inputs @ known, known, None, torch.zeros(6))
+    expected = factorize.factorize_matrix(*given, rank=2)
+    asked = []
+
+    def wide_dtype(device):
+        asked.append(device)
+        return torch.float32 if len(asked) == 1 else torch.float64
+
+    monkeypatch.setattr(factorize, "wide_dtype", wide_dtype)
+    found = factorize.factorize_matrix(*given, rank=2)
+    assert len(asked) == 2 and found.rank == expected.rank == 2
+    assert torch.equal(found.Wa, expected.Wa) and torch.equal(found.bias, expected.bias)

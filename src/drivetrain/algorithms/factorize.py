@@ -70,8 +70,9 @@ def factorize_matrix(
     from, none is fitted.
     """
     if wide_dtype(X.device) is not torch.float64:  # solved on the host
-        on_host = move_to_device("cpu", X, Y, Wa, Wb, bias)
-        return move_to_device(X.device, factorize_matrix(*on_host, rank, n_iters))
+        device = X.device
+        X, Y, Wa, Wb, bias = move_to_device("cpu", X, Y, Wa, Wb, bias)
+        return move_to_device(device, factorize_matrix(X, Y, Wa, Wb, bias, rank, n_iters))
     rank = int(rank) if rank >= 1 else max(1, min(int(rank * X.shape[1]), Wa.shape[1]))
     dtype, X, Y = Wa.dtype, X.double(), Y.double()
     offset = torch.zeros(Y.shape[1], dtype=Y.dtype, device=Y.device) if bias is None else bias.double()
