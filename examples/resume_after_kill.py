@@ -59,7 +59,7 @@ def main(kills: int = 5, num_epochs: int = 20) -> bool:
         if attempts[-1].ended != "finished":
             print(f"the run did not come to its end: {attempts}")
             return False
-        same = Path(killed, "fingerprint").read_text() == undisturbed
+        same = Path(killed, "fingerprint").read_text(encoding="utf-8") == undisturbed
     struck = [attempt for attempt in attempts if attempt.ended == "killed"]
     print(
         f"killed {len(struck)} times, {sum(attempt.during_save for attempt in struck)} of them in the middle of a save"
@@ -70,6 +70,6 @@ def main(kills: int = 5, num_epochs: int = 20) -> bool:
 
 if __name__ == "__main__":
     if len(sys.argv) == 3:  # one start of the run that is being killed
-        Path(sys.argv[1], "fingerprint").write_text(train(Path(sys.argv[1]), int(sys.argv[2])))
+        Path(sys.argv[1], "fingerprint").write_text(train(Path(sys.argv[1]), int(sys.argv[2])), encoding="utf-8")
     else:
         sys.exit(0 if main() else 1)

@@ -105,3 +105,9 @@ def test_the_root_lists_what_a_newcomer_meets_first_and_still_offers_the_rest():
 def test_a_misspelt_name_is_answered_with_the_nearest():
     with pytest.raises(AttributeError, match="Trainer"):
         drivetrain.Trainr
+
+
+def test_a_torch_without_distributed_is_named_when_the_trainer_is_imported():
+    program = "import torch.distributed\ntorch.distributed.is_available = lambda: False\nimport drivetrain.trainer"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "has no torch.distributed, which Drivetrain needs" in done.stderr.splitlines()[-1]

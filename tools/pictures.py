@@ -384,7 +384,7 @@ def _pipeline_rank(folder: str) -> None:
             schedule.step(batch)
         else:
             schedule.step(target=batch)
-    Path(folder, f"{rank}.txt").write_text("\n".join(f"{k} {c} {a} {b}" for k, c, a, b in spans))
+    Path(folder, f"{rank}.txt").write_text("\n".join(f"{k} {c} {a} {b}" for k, c, a, b in spans), encoding="utf-8")
 
 
 def pipeline() -> None:
@@ -395,7 +395,7 @@ def pipeline() -> None:
     launch(_pipeline_rank, 2, args=(folder,))
     rows = []
     for rank in range(2):
-        lines = [line.split() for line in Path(folder, f"{rank}.txt").read_text().splitlines()]
+        lines = [line.split() for line in Path(folder, f"{rank}.txt").read_text(encoding="utf-8").splitlines()]
         rows.append([(kind, int(chunk), float(start), float(end)) for kind, chunk, start, end in lines])
     first = min(span[2] for row in rows for span in row)
     for theme in THEMES:

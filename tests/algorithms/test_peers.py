@@ -28,7 +28,6 @@ def _composer():
         try:
             import composer
             import composer.functional
-            import composer.optim
             from composer.algorithms.utils import augmentation_primitives
         except Exception as error:
             pytest.skip(f"Composer cannot be imported: {type(error).__name__}: {error}", allow_module_level=True)

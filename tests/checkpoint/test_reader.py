@@ -5,13 +5,14 @@ import pickle
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from drivetrain.checkpoint import layout, writer
+from drivetrain.checkpoint import layout, reader, writer
 from drivetrain.checkpoint.chaos import DAMAGES, damage
 from drivetrain.checkpoint.checkpointer import Checkpointer
 from drivetrain.checkpoint.layout import FileEntry, Manifest, problem_with, read_manifest
@@ -288,3 +289,27 @@ def test_a_reader_in_another_process_always_finds_a_checkpoint_while_one_is_repl
     answer, _ = reader.communicate(timeout=120)
     assert reader.returncode == 0 and int(answer) > 0
     assert len(list((tmp_path / "renewed").iterdir())) == 3  # one checkpoint and two pointers
+
+
+def overwrite(path: Path) -> None:
+    """Write zeros into a file, in place: tensors that are the file, mapped into memory, become zero too."""
+    with open(path, "r+b") as stream:
+        stream.write(bytes(path.stat().st_size))
+
+
+def test_what_is_kept_of_a_rank_is_not_the_mapped_file(tmp_path):
+    """Windows does not remove a file that is mapped into memory, and an old checkpoint has to go while its run goes on."""
+    context = Context()
+    context.model = torch.nn.Linear(2, 2)
+    folder = Checkpointer(context, dir=tmp_path).save("1")
+    loaded = CheckpointReader().read(folder)
+    before = loaded.rank.rng["torch"].clone()
+    overwrite(folder / layout.rank_file(0))
+    assert before.any() and torch.equal(loaded.rank.rng["torch"], before)
+
+
+def test_on_windows_no_tensor_is_the_mapped_file(three, monkeypatch):
+    monkeypatch.setattr(reader, "os", types.SimpleNamespace(name="nt"))
+    loaded = CheckpointReader().read(three[1])
+    overwrite(three[1] / layout.TENSORS)
+    assert torch.equal(loaded.state["x"], torch.full((300,), 1.0))

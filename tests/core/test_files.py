@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain.core import files
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.files import (
     PRIVATE_FILE,
@@ -138,7 +139,9 @@ def test_nothing_in_the_library_renames_a_file_of_its_own_making():
     found = {
         str(path.relative_to(package))
         for path in package.rglob("*.py")
-        if any(word in path.read_text() for word in ("os.replace(", "os.rename(", "mkstemp(", ".rename("))
+        if any(
+            word in path.read_text() for word in ("os.replace(", "rename_over(", "os.rename(", "mkstemp(", ".rename(")
+        )
     }
     assert found == allowed
 
@@ -151,3 +154,36 @@ def test_a_relative_path_in_a_deleted_folder_is_named(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="'runs' is a relative path, and the current folder has been deleted"):
         absolute("runs")
     assert absolute(tmp_path / "runs") == tmp_path / "runs"
+
+
+def test_a_file_that_windows_holds_is_renamed_a_moment_later(tmp_path, monkeypatch):
+    real, tries = os.replace, []
+
+    def held(source, target):
+        tries.append(target)
+        if len(tries) < 3:
+            raise PermissionError(13, "The process cannot access the file because it is being used by another process")
+        real(source, target)
+
+    monkeypatch.setattr(files, "os", OtherSystem("nt", replace=held))
+    monkeypatch.setattr(files, "_TRY_SECONDS", 0)
+    (tmp_path / "new").write_text("new")
+    (tmp_path / "old").write_text("old")
+    files.rename_over(tmp_path / "new", tmp_path / "old")
+    assert (tmp_path / "old").read_text() == "new" and len(tries) == 3
+    tries.clear()
+    monkeypatch.setattr(files, "os", OtherSystem("posix", replace=held))
+    with pytest.raises(PermissionError):  # elsewhere it is a real lack of permission
+        files.rename_over(tmp_path / "old", tmp_path / "new")
+    assert len(tries) == 1
+
+
+class OtherSystem:
+    """The module `os` with another name of the system, and some functions replaced."""
+
+    def __init__(self, name, **functions):
+        self.name = name
+        vars(self).update(functions)
+
+    def __getattr__(self, name):
+        return getattr(os, name)

@@ -1,6 +1,5 @@
 """The examples run."""
 
-import importlib
 import importlib.util
 import subprocess
 import sys

@@ -34,6 +34,12 @@ def test_trials_never_share_a_gpu_and_a_failing_one_stops_no_other(tmp_path, mon
     assert len(list(find_runs(tmp_path))) == 3
 
 
+def test_on_windows_the_pool_names_the_executor_that_works(monkeypatch):
+    monkeypatch.setattr("sys.platform", "win32")
+    with pytest.raises(ConfigError, match="executor='inline'"):
+        PoolExecutor(2)
+
+
 def test_more_gpus_than_there_are_is_a_value_error(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
     assert visible_gpus() == ["3", "5"]

@@ -160,6 +160,12 @@ def test_impossible_launch_is_refused_before_a_process_starts(arguments, expecte
         launch(os.getpid, **arguments)
 
 
+def test_windows_is_told_before_a_process_starts(monkeypatch):
+    monkeypatch.setattr("sys.platform", "win32")
+    with pytest.raises(DistributedError, match="on Linux and macOS only"):
+        launch(os.getpid, 2)
+
+
 def test_taken_port_is_named():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -305,3 +305,15 @@ def test_the_watch_for_signals_ends_while_a_forked_worker_lives():
     assert os.waitpid(worker, os.WNOHANG) == (0, 0)
     os.kill(worker, signal.SIGKILL)
     os.waitpid(worker, 0)
+
+
+def test_an_unhandled_interrupt_reaches_the_earlier_handler_without_os_kill(monkeypatch):
+    """On Windows `os.kill` ends the process at once, without handlers and without a checkpoint."""
+
+    def interrupted() -> None:
+        with StopSignals():
+            signal.raise_signal(signal.SIGINT)
+            monkeypatch.setattr(os, "kill", lambda pid, number: pytest.fail("os.kill was called"))
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()

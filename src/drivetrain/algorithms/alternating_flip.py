@@ -12,6 +12,7 @@ from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
 from drivetrain.core import Algorithm, ConfigError, Event, Logger
 from drivetrain.core.arguments import check_counts
+from drivetrain.runtime.device import copy_to
 
 
 def alternating_flip(x: Tensor, index: Tensor, epoch: int, seed: int = 0) -> Tensor:
@@ -27,7 +28,7 @@ def alternating_flip(x: Tensor, index: Tensor, epoch: int, seed: int = 0) -> Ten
         raise ConfigError(
             f"alternating_flip: index has shape {tuple(index.shape)} for {len(x)} images; expected one number for each."
         )
-    is_flipped = ((hash_bits(index, seed) + epoch) % 2 == 1).to(x.device, non_blocking=True)
+    is_flipped = copy_to(x.device, (hash_bits(index, seed) + epoch) % 2 == 1)
     return torch.where(is_flipped.view(-1, *[1] * (x.ndim - 1)), x.flip(-1), x)
 
 

@@ -15,9 +15,11 @@ from torch.nn.modules.utils import _pair
 from torch.nn.utils import parametrize
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, disable_fused_encoder, inside, warn_no_effect
+from drivetrain.context.moving import move_to_device
 from drivetrain.core.arguments import check_choice, check_counts, check_number
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.surgery import ReplacementFunction, replace_module_classes
+from drivetrain.runtime.device import wide_dtype
 
 
 class MissingKernelError(ConfigError, RuntimeError):
@@ -67,6 +69,10 @@ def factorize_matrix(
     then the one best matrix. A rank as large as that of the given pair returns the pair. Both have `rank=-1`. Without a bias to start
     from, none is fitted.
     """
+    if wide_dtype(X.device) is not torch.float64:  # solved on the host
+        device = X.device
+        X, Y, Wa, Wb, bias = move_to_device("cpu", X, Y, Wa, Wb, bias)
+        return move_to_device(device, factorize_matrix(X, Y, Wa, Wb, bias, rank, n_iters))
     rank = int(rank) if rank >= 1 else max(1, min(int(rank * X.shape[1]), Wa.shape[1]))
     dtype, X, Y = Wa.dtype, X.double(), Y.double()
     offset = torch.zeros(Y.shape[1], dtype=Y.dtype, device=Y.device) if bias is None else bias.double()

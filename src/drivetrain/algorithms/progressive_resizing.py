@@ -15,6 +15,7 @@ from drivetrain.context.state import State
 from drivetrain.core import Algorithm, ConfigError, ConfigTypeError, Event, Logger
 from drivetrain.core.arguments import check_choice, check_counts, check_fractions, check_number
 from drivetrain.core.types import Batch, StateDict
+from drivetrain.runtime.device import wide_dtype
 
 Mode = Literal["resize", "crop"]
 
@@ -60,9 +61,9 @@ def _check_target(target: Tensor) -> None:
 
 
 def _resized(x: Tensor, scale: float) -> Tensor:
-    """Return the nearest pixels; whole numbers take the way over doubles, which torch can interpolate and which hold them exactly."""
+    """Return the nearest pixels; whole numbers take the way over wide floats, which torch can interpolate."""
     planes = x.unsqueeze(1) if x.ndim == 3 else x
-    values = planes if planes.is_floating_point() else planes.double()
+    values = planes if planes.is_floating_point() else planes.to(wide_dtype(planes.device))
     whole = values.shape[2:-2]  # the frames of a video
     if min(int(side * scale) for side in values.shape[-2:]) < 1:
         size = [*whole, *(_smaller(side, scale) for side in values.shape[-2:])]

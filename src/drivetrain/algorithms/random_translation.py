@@ -14,6 +14,7 @@ from drivetrain.core import Algorithm, ConfigError, Event, Logger
 from drivetrain.core.arguments import check_counts
 from drivetrain.core.containers import leaves
 from drivetrain.core.types import Batch
+from drivetrain.runtime.device import copy_to
 
 
 def translate(x: Tensor, down: Tensor, right: Tensor) -> Tensor:
@@ -50,7 +51,7 @@ def translate_batch(x: object, pixels: int = 2, *, generator: Generator = None) 
                 f"with sides above {pixels}."
             )
     shifts = torch.randint(-pixels, pixels + 1, (2, len(first)), generator=generator, device=device_of(generator))
-    down, right = shifts.to(first.device, non_blocking=True)
+    down, right = copy_to(first.device, shifts)
     return map_tensors(lambda images: translate(images, down, right), x)
 
 

@@ -17,6 +17,7 @@ from drivetrain.core import Algorithm, ConfigError, Event, Logger
 from drivetrain.core.arguments import check_counts, check_fractions, check_number
 from drivetrain.core.containers import leaves
 from drivetrain.core.types import Batch
+from drivetrain.runtime.device import copy_to
 
 _INTERPOLATION = {3: "linear", 4: "bilinear", 5: "trilinear"}
 
@@ -63,7 +64,7 @@ def choose_rows(
     scaled = map_tensors(lambda x: _downscaled(x, scale_factor), input)
     losses = mean_per_sample(losses_of(scaled), count)
     # Ranks are drawn on the host, the order is found on the device, and neither waits for the other.
-    return losses.argsort()[draw_ranks(count, keep, generator).to(losses.device, non_blocking=True)]
+    return losses.argsort()[copy_to(losses.device, draw_ranks(count, keep, generator))]
 
 
 def draw_ranks(count: int, keep: float, generator: Generator = None) -> Tensor:

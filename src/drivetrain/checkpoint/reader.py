@@ -8,6 +8,7 @@ Files of other programs load too: `.pt` and `.pth` through `torch.load(weights_o
 """
 
 import logging
+import os
 import pickle
 import time
 from collections.abc import Callable, Mapping
@@ -250,9 +251,11 @@ def read_safetensors(path: Path, map_location: object = "cpu") -> dict[str, Tens
     from safetensors.torch import load_file
 
     try:
-        return load_file(path, device=str(map_location or "cpu"))
+        tensors = load_file(path, device=str(map_location or "cpu"))
     except (OSError, SafetensorError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path.name} cannot be read as safetensors ({error})") from None
+    # Tensors on the CPU are the file, mapped into memory. Windows neither removes nor replaces such a file.
+    return {name: tensor.clone() for name, tensor in tensors.items()} if os.name == "nt" else tensors
 
 
 def read_torch_file(path: Path, map_location: Any = "cpu") -> Any:

@@ -256,7 +256,7 @@ def read_rank(folder: Path, rank: int) -> RankState:
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(_KEY, "null")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (a copy: not mapped)
     except (OSError, SafetensorError, RuntimeError) as error:  # torch opens the file a second time
         raise CheckpointError(f"{path.name} cannot be read ({error})") from None
     content = unflatten(parse_structure(text.encode(), path.name), tensors)

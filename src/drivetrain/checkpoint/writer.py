@@ -26,8 +26,9 @@ from drivetrain.checkpoint.exchange import Failure, RankExchange
 from drivetrain.checkpoint.files import exchange_names, flush_folder, replace_file, safetensors_pieces, write_file
 from drivetrain.checkpoint.layout import Best, FileEntry, Manifest
 from drivetrain.core.errors import CheckpointError
-from drivetrain.core.files import TEMPORARY, create_locked_temporary, lock_path
+from drivetrain.core.files import TEMPORARY, create_locked_temporary, lock_path, rename_over
 from drivetrain.core.types import StateDict
+from drivetrain.runtime.device import PINNED
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ def sweep(directory: Path) -> None:
         if home.exists():
             remove_folder(path)
         else:
-            os.replace(path, home)
+            rename_over(path, home)
             logger.warning("%s was moved aside by an interrupted save and has been restored.", home)
     for path in directory.glob(f"{layout.REMOVED}*"):
         shutil.rmtree(path, ignore_errors=True)
@@ -155,7 +156,7 @@ def sweep(directory: Path) -> None:
 def remove_folder(path: Path) -> None:
     """Remove a checkpoint atomically for readers: it is renamed first."""
     gone = path.with_name(f"{layout.REMOVED}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
-    os.replace(path, gone)
+    rename_over(path, gone)
     shutil.rmtree(gone, ignore_errors=True)
 
 
@@ -213,16 +214,16 @@ def _commit(
 def _rename_in(temporary: Path, target: Path) -> None:
     """Put the new folder in place; one of the same name is exchanged with it, or steps aside first where that is not possible."""
     if not target.exists():
-        os.replace(temporary, target)
+        rename_over(temporary, target)
         return
     if exchange_names(temporary, target):
         return  # the old one is removed with what is left of the temporary folder
     aside = target.with_name(layout.ASIDE + target.name)
-    os.replace(target, aside)
+    rename_over(target, aside)
     try:
-        os.replace(temporary, target)
+        rename_over(temporary, target)
     except OSError:
-        os.replace(aside, target)
+        rename_over(aside, target)
         raise
     remove_folder(aside)
 
@@ -262,11 +263,12 @@ class HostBuffers:
             for name, live in tensors.items():
                 buffer = self._buffers.get((part, name))
                 if buffer is None or buffer.shape != live.shape or buffer.dtype != live.dtype:
-                    is_pinned = live.device.type == "cuda"
-                    buffer = torch.empty(live.shape, dtype=live.dtype, device="cpu", pin_memory=is_pinned)
-                buffer.copy_(live, non_blocking=True)
+                    buffer = torch.empty(
+                        live.shape, dtype=live.dtype, device="cpu", pin_memory=live.device.type in PINNED
+                    )
+                buffer.copy_(live, non_blocking=live.device.type in PINNED)
                 tensors[name] = used[part, name] = buffer
-                if live.device.type != "cpu":
+                if live.device.type in PINNED:
                     devices.add(live.device)
         self._buffers = used
         events = [torch.accelerator.current_stream(device).record_event() for device in devices]

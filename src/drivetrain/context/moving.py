@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.containers import map_items
+from drivetrain.core.errors import warn
+from drivetrain.runtime.device import PINNED, wide_dtype
 
 Device = torch.device | str
 
@@ -18,11 +20,12 @@ def move_to_device(device: Device, *args: object, non_blocking: bool = False) ->
     """Return the argument on `device`, or a list of them when several are given.
 
     Dicts, lists, tuples, namedtuples and dataclasses keep their types; anything with `.to` is asked to move itself; other
-    objects are returned as they are.
+    objects are returned as they are. `non_blocking` has an effect on devices where torch can do that safely: cuda and xpu.
 
     >>> move_to_device("cpu", {"x": torch.zeros(1), "name": "a"})
     {'x': tensor([0.]), 'name': 'a'}
     """
+    non_blocking = non_blocking and torch.device(device).type in PINNED
     if len(args) == 1:
         return _move(args[0], device, non_blocking)
     return [_move(value, device, non_blocking) for value in args]
@@ -31,19 +34,33 @@ def move_to_device(device: Device, *args: object, non_blocking: bool = False) ->
 def _move(value: Any, device: Device, non_blocking: bool) -> object:
     kind = type(value)
     if kind is Tensor:
-        return value.to(device, non_blocking=non_blocking)
+        return _move_tensor(value, device, non_blocking)
     if kind is tuple or kind is list:
         return kind([_move(item, device, non_blocking) for item in value])
     if kind is dict:
         return {key: _move(item, device, non_blocking) for key, item in value.items()}
     if kind in (str, int, float, bool, type(None)):
         return value
-    if isinstance(value, Tensor | nn.Module):
+    if isinstance(value, Tensor):
+        return _move_tensor(value, device, non_blocking)
+    if isinstance(value, nn.Module):
         return value.to(device, non_blocking=non_blocking)
     if callable(getattr(value, "to", None)) and not isinstance(value, type):
         moved = value.to(device)
         return value if moved is None else moved
     return map_items(value, lambda item: _move(item, device, non_blocking))
+
+
+def _move_tensor(tensor: Tensor, device: Device, non_blocking: bool) -> Tensor:
+    try:
+        return tensor.to(device, non_blocking=non_blocking)
+    except TypeError:
+        if tensor.dtype is not torch.float64 or wide_dtype(torch.device(device)) is torch.float64:
+            raise
+        warn(
+            f"{str(device)!r} has no float64, so float64 tensors become float32 there. Give float32 to avoid this warning."
+        )
+        return tensor.to(device, torch.float32)
 
 
 def move_tensor(tensor: Tensor, device: torch.device) -> Tensor:

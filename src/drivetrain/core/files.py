@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ JSON_DEPTH = 64
 _LONGEST_INT = 300  # digits
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 """Permissions of what may hold parameters; a stricter umask stays in force."""
+_TRIES, _TRY_SECONDS = 20, 0.05
 
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
@@ -152,11 +154,26 @@ def atomic_write(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iter
             stream.flush()
             if durable:
                 os.fsync(stream.fileno())
-        os.replace(aside, path)
+        rename_over(aside, path)
     finally:
         aside.unlink(missing_ok=True)
         if lock is not None:
             os.close(lock)
+
+
+def rename_over(source: Path, target: Path) -> None:
+    """Rename a file or folder, over the file that may have the name.
+
+    Windows rejects that while another program has one open, such as a reader or a virus scanner; there it is tried again for a moment.
+    """
+    for left in range(_TRIES, 0, -1):
+        try:
+            os.replace(source, target)
+            return
+        except PermissionError:
+            if os.name != "nt" or left == 1:
+                raise
+            time.sleep(_TRY_SECONDS)
 
 
 def replace_bytes(path: Path, content: bytes, *, mode: int = 0o666, durable: bool = True) -> None:

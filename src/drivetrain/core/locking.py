@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Self
 
 from drivetrain.core.display import printable
-from drivetrain.core.files import open_regular, open_to_read
+from drivetrain.core.files import open_regular, open_to_read, rename_over
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class FolderLock:
                 return False  # another process takes over
             now = _look(path)
             if now is not None and now.token == seen.token:
-                os.replace(claim, path)
+                rename_over(claim, path)
                 logger.warning("%s: its owner is dead (%s), so it is taken over.", path, seen)
                 return True
             claim.unlink(missing_ok=True)
@@ -310,7 +310,7 @@ def _machine() -> str:
     """Name the machine since its last start, and the namespace of its process numbers: elsewhere the same number is another process."""
     parts = [socket.gethostname()]
     with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
         parts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(parts)
 
@@ -319,7 +319,7 @@ def _start_of(pid: int) -> str | None:
     """Return when a process started as its system counts, empty for one that has ended, or None where the system does not say."""
     if Path("/proc/self/stat").exists():
         try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         except OSError:  # hidden from other users
             return None
         return "" if fields[0] in "ZX" else fields[19]

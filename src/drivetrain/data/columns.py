@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
 
+from drivetrain.context.moving import move_to_device
 from drivetrain.core.containers import leaves, map_items
 from drivetrain.core.display import format_bytes
-from drivetrain.core.errors import ParameterError
+from drivetrain.core.errors import DeviceError, ParameterError
 from drivetrain.runtime.device import choose_device, device_memory
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Columns:
         subset = self.subset
 
         def place(leaf: Tensor) -> Tensor:
-            return (leaf if subset is None else _select(leaf)(subset)).to(device)
+            return move_to_device(device, leaf if subset is None else _select(leaf)(subset))
 
         return Columns(_map_leaves(place, self.tree), self.length)
 
@@ -231,7 +232,12 @@ def resident_columns(
     if columns is None or columns.device == device:
         return columns
     size = columns.num_bytes
-    free, _ = device_memory(device)
+    try:
+        free, _ = device_memory(device)
+    except DeviceError:  # a backend that does not report its memory
+        if mode is True:
+            raise
+        return None
     limit = min(AUTO_BYTES, AUTO_FRACTION * free) if mode == "auto" else free * (max_fraction or 1.0)
     if size > limit and mode is True:
         raise ParameterError(

@@ -17,6 +17,7 @@ from drivetrain.core.types import Batch
 from drivetrain.data.columns import Columns
 from drivetrain.data.order import BatchInfo, Rows, as_indices
 from drivetrain.data.randomness import RngMode, SeededGenerators, seed_generators
+from drivetrain.runtime.device import copy_to
 from drivetrain.runtime.seeds import derive_seed
 
 
@@ -37,7 +38,7 @@ class GatherFetch:
         if type(rows) is range:
             return self._gather_range(rows)
         if type(rows) is list:
-            rows = torch.as_tensor(as_indices(rows, self.columns.length)).to(self.columns.device, non_blocking=True)
+            rows = copy_to(self.columns.device, torch.as_tensor(as_indices(rows, self.columns.length)))
         return self._gather(rows)
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -31,13 +31,13 @@ from drivetrain.data.order import (
     num_sliced_batches,
     sampler_state,
 )
-from drivetrain.data.prefetch import PINNED, bar_is_wanted, pin, to_device, with_bar
+from drivetrain.data.prefetch import bar_is_wanted, pin, to_device, with_bar
 from drivetrain.data.randomness import RngMode, generator_states, held_generators, set_generators
 from drivetrain.data.source import Cursor, local_batch_size
 from drivetrain.data.workers import WorkerPool, WorkerSide, fetch_jobs
 from drivetrain.runtime.codec import pack, unpack
 from drivetrain.runtime.collectives import broadcast_from_master
-from drivetrain.runtime.device import choose_device
+from drivetrain.runtime.device import PINNED, choose_device
 from drivetrain.runtime.ranks import data_rank, get_num_processes, is_distributed, num_data_ranks
 from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import derive_seed

@@ -20,10 +20,8 @@ from drivetrain.context.moving import move_to_device
 from drivetrain.core.containers import leaves
 from drivetrain.core.types import Batch
 from drivetrain.data.order import BatchInfo, Pairs
+from drivetrain.runtime.device import PINNED
 from drivetrain.runtime.ranks import is_master
-
-PINNED = ("cuda", "xpu")
-"""Devices that copy from page-locked memory while the host goes on. On MPS torch has no such memory, and a copy must be waited for."""
 
 
 def to_device(pairs: Pairs, device: torch.device, depth: int) -> Pairs:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.module.distributed_tensors import local_part
+from drivetrain.runtime.device import wide_dtype
 
 Count = int | float | Tensor
 _LEAST = 1e-20  # in place of no items at all, where gradients are zero: nothing is divided by zero
@@ -117,7 +118,7 @@ def widened(count: Count) -> Count:
     """Return a count whose quotients are exact enough for any loss: torch divides integers in float32."""
     if not isinstance(count, Tensor):
         return count
-    return count.to(torch.float32 if count.device.type == "mps" else torch.float64)  # Apple's GPUs have no float64
+    return count.to(wide_dtype(count.device))
 
 
 def as_factor(factor: Count, loss: Tensor) -> Count:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.module.accumulation import Count
 from drivetrain.module.wrapping import inner_attribute, is_compiled_shell, is_fully_sharded, wrapping_of
+from drivetrain.runtime.device import PINNED, copy_to, wide_dtype
 from drivetrain.runtime.ranks import data_group, is_distributed, num_data_ranks
 
 BUCKET_BYTES = 25 * 1024 * 1024
@@ -89,8 +90,8 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: Group) -> None:
     world = dist.get_world_size(group)
     device = trained[0].device
     kinds = [0 if p.grad is None else _SPARSE if p.grad.is_sparse else 1 for p in trained]
-    flags = torch.tensor(kinds, dtype=torch.float32, device="cpu", pin_memory=device.type == "cuda")
-    flags = flags.to(device, non_blocking=True)  # from pinned memory: the host does not wait
+    flags = torch.tensor(kinds, dtype=torch.float32, device="cpu", pin_memory=device.type in PINNED)
+    flags = copy_to(device, flags)  # from pinned memory: the host does not wait
     sent = []
     for bucket in _buckets(trained):
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in bucket]
@@ -115,7 +116,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: Group) -> None:
 
 def start_sum_over_ranks(value: Count, device: torch.device | str | None, group: Group = None) -> Callable[[], Count]:
     """Start to sum a number over a group, by default the data ranks; the returned function gives the sum, on a device unread."""
-    dtype = torch.float32 if torch.device(device or "cpu").type == "mps" else torch.float64
+    dtype = wide_dtype(torch.device(device or "cpu"))
     if isinstance(value, Tensor):
         total = value.detach().to(device=device, dtype=dtype, copy=True)
     else:

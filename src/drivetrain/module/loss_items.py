@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from drivetrain.module.accumulation import Count
 from drivetrain.module.probing import tensors_in, use_copied_buffers
+from drivetrain.runtime.device import wide_dtype
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 
 Kind = Literal["samples", "labels", "elements", "sum", "unknown"]
@@ -85,7 +86,7 @@ class LossItems:
         if self.weight is not None:
             weight = self.weight if self.weight.device == labels.device else self.weight.to(labels.device)
             kept = labels != self.ignore_index
-            total = (weight.double()[torch.where(kept, labels, 0)] * kept).sum()
+            total = (weight.to(wide_dtype(labels.device))[torch.where(kept, labels, 0)] * kept).sum()
             return total.item() if total.is_cpu else total
         if not labels.is_cpu:
             return torch.count_nonzero(labels != self.ignore_index)

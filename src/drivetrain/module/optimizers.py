@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from drivetrain.core.types import StateDict
 from drivetrain.module.wrapping import COPIES
+from drivetrain.runtime.device import PINNED
 
 
 def requires_closure(optimizer: object) -> bool:
@@ -186,11 +187,11 @@ class MasterCopies:
             elif master.device == grad.device:
                 master.grad = grad.to(master.dtype)
             else:
-                master.grad = self._buffer(master).copy_(grad, non_blocking=True)
-                moved.add(grad.device)
+                master.grad = self._buffer(master).copy_(grad, non_blocking=grad.device.type in PINNED)
+                if grad.device.type in PINNED:
+                    moved.add(grad.device)
         for device in moved:
-            if device.type != "cpu":
-                torch.get_device_module(device).current_stream(device).synchronize()
+            torch.accelerator.current_stream(device).synchronize()
 
     def _buffer(self, master: Tensor) -> Tensor:
         if id(master) not in self._buffers:
@@ -210,7 +211,7 @@ class MasterCopies:
     def _write_back(self) -> None:
         """Give every parameter the value of its copy."""
         for parameter, master in self._served:
-            parameter.copy_(master, non_blocking=True)
+            parameter.copy_(master, non_blocking=parameter.device.type in PINNED)
             self._versions[id(parameter)] = parameter._version
 
     def _follow_parameters(self) -> None:

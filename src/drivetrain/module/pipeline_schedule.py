@@ -35,6 +35,7 @@ from drivetrain.module.pipeline_parts import (
 from drivetrain.module.probing import use_copied_buffers
 from drivetrain.module.wrapping import is_fully_sharded, unwrap
 from drivetrain.runtime.collectives import all_gather_values
+from drivetrain.runtime.device import wide_dtype
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "GPipe")
@@ -184,7 +185,7 @@ class PipelinedModel(nn.Module):
 
     def _reduce_over_last_stages(self, loss: Tensor, items: Count | None) -> Tensor:
         """Return the mean over the global batch, or the sum, of what the ranks of the last stages hold."""
-        total = torch.zeros(2, dtype=torch.float64 if self.device.type != "mps" else torch.float32, device=self.device)
+        total = torch.zeros(2, dtype=wide_dtype(self.device), device=self.device)
         if self.is_last:
             amount = self._weights.amount(items)
             own = (loss if items is None else without_empty(loss, items)).detach().reshape(())

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import ConfigError
+from drivetrain.runtime.device import wide_dtype
 
 PLACES = 1024
 _WIDTH = 8
@@ -212,7 +213,7 @@ def count_values(values: Tensor, bins: int) -> tuple[Tensor, Tensor]:
     if values.is_complex():
         raise ConfigError("cannot make a histogram of complex values; record their real part or their size (abs).")
     flat = values.detach().to_dense().reshape(-1)
-    kind = torch.float32 if flat.device.type == "mps" else torch.float64
+    kind = wide_dtype(flat.device)
     low = torch.full((), torch.inf, dtype=kind, device=flat.device)
     high, total, squares = -low, torch.zeros_like(low), torch.zeros_like(low)
     for piece in flat.split(_PIECE):

@@ -4,12 +4,12 @@ A device given by name must exist; only `auto` falls back to the CPU. Under a la
 of this process's local rank.
 """
 
+import functools
 import math
 import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +18,13 @@ from torch import Tensor
 from drivetrain.core.errors import DeviceError, UnknownDeviceError, unknown_name
 from drivetrain.core.plain import plain_text
 from drivetrain.runtime.environment import launched_world
-from drivetrain.runtime.limits import cpu_limit, limited_memory, number_after
+from drivetrain.runtime.limits import cpu_limit, limited_memory
+from drivetrain.runtime.memory import host_memory
 
 ALIASES = {"gpu": "cuda"}
 KNOWN = ("auto", "cpu", "cuda", "gpu", "mps", "xpu", "meta")
+PINNED = ("cuda", "xpu")
+"""Devices that copy to and from the host while the host goes on. On MPS such a copy may read memory that is already released."""
 
 
 def choose_device(spec: str | torch.device | None = "auto") -> torch.device:
@@ -83,10 +86,8 @@ def _local_device(kind: str) -> torch.device:
     count = module.device_count()
     if world.local_rank < count:
         return torch.device(kind, world.local_rank)
-    if count == 1 and world.launcher in (
-        "slurm",
-        "mpi",
-    ):  # srun --gpus-per-task=1 shows every task its own device, as number 0
+    # srun --gpus-per-task=1 shows every task its own device, as number 0.
+    if count == 1 and world.launcher in ("slurm", "mpi"):
         return torch.device(kind, 0)
     raise DeviceError(
         f"local rank {world.local_rank} has no {kind} device: {_visible(kind)}. Start at most one process "
@@ -129,6 +130,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(phrase in plain_text(error).lower() for phrase in phrases)
 
 
+def copy_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """Copy a tensor of the host to a device. The host waits only where the copy would else not be safe."""
+    return tensor.to(device, non_blocking=device.type in PINNED)
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Return the widest type for sums on a device: float64, but float32 on those of Apple and some of Intel."""
+    return torch.float64 if device.type in ("cpu", "cuda", "meta") or _has_float64(device.type) else torch.float32
+
+
+@functools.cache
+def _has_float64(kind: str) -> bool:
+    try:
+        torch.ones((), dtype=torch.float64, device=kind).add_(1)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
 def as_current(device: torch.device | str | None) -> AbstractContextManager[None]:
     """Make a device the current one in a block: random states, events and kernels that name no device belong to that one."""
     device = torch.device("cpu" if device is None else device)
@@ -155,7 +175,7 @@ def device_memory(device: str | torch.device | None = "auto") -> tuple[int, int]
     """
     chosen = choose_device(device)
     if chosen.type == "cpu":
-        return limited_memory(*_host_memory())
+        return limited_memory(*host_memory())
     if chosen.type == "mps":
         total = torch.mps.recommended_max_memory()
         return total - torch.mps.driver_allocated_memory(), total
@@ -164,13 +184,6 @@ def device_memory(device: str | torch.device | None = "auto") -> tuple[int, int]
         raise DeviceError(f"torch does not report the memory of {str(chosen)!r}. Use a cpu, cuda, xpu or mps device.")
     free, total = module.mem_get_info(chosen)
     return free + module.memory_reserved(chosen) - module.memory_allocated(chosen), total
-
-
-def _host_memory() -> tuple[int, int]:
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = os.sysconf("SC_PHYS_PAGES") * page
-    available = number_after(Path("/proc/meminfo"), "MemAvailable:")
-    return os.sysconf("SC_AVPHYS_PAGES") * page if available is None else available * 1024, total
 
 
 # ---------------------------------------------------------------------- numbers that leave the device

@@ -75,6 +75,10 @@ def launch(
         raise ConfigError(f"function: {function!r} cannot be called. Give a function, and its arguments as args=(...).")
     if in_launched_process():
         return [function(*args)]
+    if sys.platform == "win32":
+        raise DistributedError(
+            "processes can be launched on Linux and macOS only. On Windows train with one process, or in WSL, the Linux within Windows."
+        )
     num_workers = _num_workers(nproc_per_node)
     if check_count("node_rank", node_rank, at_least=0) >= check_count("nnodes", nnodes):
         raise ConfigError(f"node_rank={node_rank} does not fit nnodes={nnodes}: nodes have numbers from 0 on.")
@@ -215,7 +219,7 @@ def _worker_failed(failure: "ChildFailedError", first_rank: int) -> WorkerFailed
         folder = Path(first.error_file).parents[1]
         oldest = min(folder.glob("*/error.json"), key=lambda file: file.stat().st_mtime_ns)
         with suppress(ValueError, KeyError, TypeError, AttributeError):  # a worker that was killed while it wrote
-            traceback = json.loads(oldest.read_text())["message"]["extraInfo"]["py_callstack"].rstrip()
+            traceback = json.loads(oldest.read_text(encoding="utf-8"))["message"]["extraInfo"]["py_callstack"].rstrip()
             rank = first_rank + int(oldest.parent.name)
     if traceback is not None:
         how = f"with:\n\n{traceback}"

@@ -16,7 +16,7 @@ def cpu_limit() -> float | None:
     limits = []
     for folder in _folders("cpu"):
         with suppress(OSError, ValueError):  # not there, or the word "max"
-            quota, period = (folder / "cpu.max").read_text().split()[:2]
+            quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()[:2]
             limits.append(int(quota) / int(period))
         quota_1, period_1 = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
         if quota_1 and period_1 and quota_1 > 0:
@@ -53,7 +53,7 @@ def memory_kills() -> int | None:
 def number_after(path: Path, name: str) -> int | None:
     """Return the number after a name in a file of lines, None where there is none."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), None)
@@ -62,7 +62,7 @@ def number_after(path: Path, name: str) -> int | None:
 def _folders(controller: str) -> Iterator[Path]:
     """Yield the folders of this process's group and of those around it, the innermost first."""
     try:
-        lines = OWN_GROUPS.read_text().splitlines()
+        lines = OWN_GROUPS.read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:
@@ -76,6 +76,6 @@ def _folders(controller: str) -> Iterator[Path]:
 
 def _number(path: Path) -> int | None:
     try:
-        return int(path.read_text())
+        return int(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # not there, or the word "max"
         return None

@@ -7,10 +7,17 @@ the loader calls `data_rank()` and `num_data_ranks()`.
 
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from drivetrain.core.errors import DistributedError
 from drivetrain.runtime.environment import launched_world
+
+if not dist.is_available():  # torch then lacks names that many modules use, also with one process
+    raise ImportError(
+        f"this build of torch ({torch.__version__}) has no torch.distributed, which Drivetrain needs even for one process. Install a build "
+        "that has it, such as those of PyPI and download.pytorch.org."
+    )
 
 
 class _DataRanks(NamedTuple):
@@ -25,7 +32,7 @@ _data_ranks: _DataRanks | None = None
 
 def is_distributed() -> bool:
     """Return whether a process group of any size has been initialized."""
-    return dist.is_available() and dist.is_initialized()
+    return dist.is_initialized()
 
 
 def require_group(what: str) -> None:

@@ -18,10 +18,8 @@ def why_not_shared(folder: Path, lock: str) -> str | None:
     if get_num_processes() == 1:
         return None
     host, token = broadcast_from_master([socket.gethostname(), _token(folder, lock) if get_rank() == 0 else ""])
-    deadline, found = (
-        time.monotonic() + PATIENCE_SECONDS,
-        not token,
-    )  # without a lock the disk is full or gone, which a write reports
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    found = not token  # without a lock the disk is full or gone, which a write reports
     while not (found := found or _token(folder, lock) == token) and time.monotonic() < deadline:
         time.sleep(0.1)
     place = "" if found else f"rank {get_rank()} on host {socket.gethostname()} ({os.path.abspath(folder)!r})"

@@ -110,7 +110,7 @@ class StopSignals:
         self._leave(self._earlier)
         self._earlier.clear()
         if self.requested is not None and is_stop(self.requested):
-            os.kill(os.getpid(), self.requested)
+            signal.raise_signal(self.requested)  # on Windows os.kill would end the process without its handlers
 
     @classmethod
     def leave_after_fork(cls) -> None:

@@ -137,9 +137,7 @@ def keep_to_network(world: LaunchedWorld, store: dist.Store) -> None:
     store.set(f"address/{world.rank}", own or "")
     if "GLOO_SOCKET_IFNAME" in os.environ or not host_name_is_loopback():
         return
-    if (
-        own is None
-    ):  # on the machine of rank 0 its name may be a loopback address too; then any other machine's address helps
+    if own is None:  # on the machine of rank 0 its name may lead to a loopback address too: any other machine's helps
         others = (store.get(f"address/{rank}").decode() for rank in range(world.world_size))
         other = next((address for address in others if address), None)
         own = None if other is None else address_towards(other, world.master_port)

@@ -12,6 +12,7 @@ import io
 import os
 import pickle
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -185,6 +186,9 @@ def _announced(pids: Path) -> list[int]:
 
 def _runs(pid: int) -> bool:
     """Return whether a child still runs, without collecting its exit code: that is the agent's part."""
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13
+        command = ["ps", "-o", "stat=", "-p", str(pid)]
+        return subprocess.run(command, capture_output=True, encoding="utf-8").stdout.strip()[:1] not in ("", "Z")
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:  # the agent has collected it

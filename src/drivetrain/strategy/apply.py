@@ -194,7 +194,7 @@ def prepared_input(
 ) -> Any:
     """Return data as the model takes it: prepared by the user's function or moved, then converted tensor by tensor."""
     if prepare_input is None:
-        data = move_to_device(device, data, non_blocking=device.type != "mps")
+        data = move_to_device(device, data, non_blocking=True)
     else:
         data = prepare_input(data, device)
     return change_tensors(data, changes) if changes else data
@@ -267,9 +267,8 @@ def _check_closure(app: Application, optimizer: object) -> None:
     """Reject an optimizer, or the class of one, that evaluates the loss itself. The Trainer can do that with the model's own parameters."""
     replaces = any(m.shards_axis is not None or m.splits_optimizer or m.copies_parameters for _, m, _ in app.plan.steps)
     is_trainer = isinstance(app.context, State)
-    is_repeated = bool(
-        getattr(optimizer, "needs_closure", False)
-    )  # SAM, which can also be repeated on replaced parameters
+    # SAM, which can also be repeated on replaced parameters.
+    is_repeated = bool(getattr(optimizer, "needs_closure", False))
     if (requires_closure(optimizer) and not (is_trainer and not replaces)) or (is_repeated and not is_trainer):
         name = getattr(optimizer, "__name__", type(optimizer).__name__.removeprefix(MasterCopies.__name__))
         other = "Trainer with algorithms=[SAM()]" if is_repeated else "Trainer without a plan"

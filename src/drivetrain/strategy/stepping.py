@@ -26,6 +26,7 @@ from drivetrain.module.precision import Precision, autocast_forward, warn_unscal
 from drivetrain.module.stepper import Stepper, clip_grad_norm_
 from drivetrain.module.wrapping import is_fully_sharded, unwrap
 from drivetrain.runtime.collectives import all_gather_values
+from drivetrain.runtime.device import wide_dtype
 from drivetrain.runtime.ranks import data_rank, num_data_ranks
 from drivetrain.strategy.batching import BatchSplit, plan_batch
 
@@ -166,7 +167,7 @@ class Stepping:
             here, everywhere = self._sizes()
             factor: Any = self.window.weigh(1.0, here, everywhere)  # type: ignore[arg-type]
             return float(factor)
-        one = torch.ones((), dtype=torch.float64 if self.device.type != "mps" else torch.float32, device=self.device)
+        one = torch.ones((), dtype=wide_dtype(self.device), device=self.device)
         share = self.stepper.weigh(one, items, items if self.window.world == 1 else None, is_whole=True)
         if self._items_per_row is None and self.window.reference is not None and self.batch is not None:
             self._items_per_row = float(self.window.reference) / self.batch.micro

@@ -24,7 +24,6 @@ from drivetrain.core.types import Settings
 from drivetrain.data.columns import find_columns
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.order import keeps_state
-from drivetrain.data.prefetch import PINNED
 from drivetrain.data.workers import guard_workers
 from drivetrain.runtime.device import usable_cpus
 from drivetrain.runtime.ranks import (
@@ -282,7 +281,7 @@ def mover(device: torch.device | str, loader: object) -> Callable[..., object] |
     smart = smart_loader(loader)
     if (smart is not None and smart.move_output) or torch.device(device).type == "cpu":
         return None
-    return partial(move_to_device, device, non_blocking=torch.device(device).type in PINNED)
+    return partial(move_to_device, device, non_blocking=True)
 
 
 def look_ahead(loader: Iterable[object], done: int = 0) -> Iterator[tuple[object, bool]]:

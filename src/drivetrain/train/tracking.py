@@ -21,6 +21,7 @@ from drivetrain.core.errors import BatchOutputError, ConfigError, warn
 from drivetrain.core.types import StateDict
 from drivetrain.module.accumulation import Count
 from drivetrain.runtime.collectives import all_gather_values, broadcast_from_master
+from drivetrain.runtime.device import wide_dtype
 from drivetrain.runtime.ranks import data_group, data_rank, get_num_processes, num_data_ranks
 from drivetrain.train.run_history import InMemoryRunHistory as InMemoryRunHistory
 from drivetrain.train.run_history import RunHistory as RunHistory
@@ -78,10 +79,10 @@ class LossTracker:
             return
         if not isinstance(loss, Tensor):
             assert isinstance(batch_size, Tensor)
-            loss = batch_size.new_full((), loss, dtype=_sum_dtype(batch_size.device))
+            loss = batch_size.new_full((), loss, dtype=wide_dtype(batch_size.device))
         loss = loss.detach()
         if loss.ndim:
-            loss = loss.mean() if loss.is_floating_point() else loss.double().mean()
+            loss = loss.mean() if loss.is_floating_point() else loss.to(wide_dtype(loss.device)).mean()
         self._last = loss
         if type(batch_size) is int and batch_size == 0:
             return
@@ -164,7 +165,7 @@ class LossTracker:
         device = ring[0].device
         if any(loss.device != device for loss in ring):
             ring = [loss.to(device) for loss in ring]
-        dtype = _sum_dtype(device)
+        dtype = wide_dtype(device)
         losses = torch.stack([loss.to(ring[0].dtype) for loss in ring]).to(dtype)
         if self.leaves_out_nonfinite:
             finite = torch.isfinite(losses)
@@ -223,7 +224,7 @@ def of_data_ranks(value: T) -> list[T]:
 def sum_over_ranks(values: list[Count], device: torch.device | str) -> list[Count]:
     """Sum numbers over the data ranks at once. Sums on a device are tensors that are not read."""
     place = torch.device(device)
-    total = torch.stack([_weight_tensor(value, place, _sum_dtype(place)) for value in values])
+    total = torch.stack([_weight_tensor(value, place, wide_dtype(place)) for value in values])
     torch.distributed.all_reduce(total, group=data_group())  # on an accelerator the host does not wait
     return total.tolist() if total.is_cpu else list(total.unbind())
 
@@ -245,10 +246,6 @@ def load_means(ranks: Sequence[Mapping[str, dict[str, int | float]]]) -> dict[st
         nothing = mean.state_dict()
         load_sums(mean, [of_rank.get(name, nothing) for of_rank in ranks])
     return means
-
-
-def _sum_dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64
 
 
 def _weight_tensor(weight: int | float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -185,7 +185,7 @@ def difference(whole: object, resumed: object) -> float | None:
     if isinstance(whole, Tensor) and isinstance(resumed, Tensor) and whole.shape == resumed.shape:
         if whole.dtype == resumed.dtype and torch.equal(bytes_of(whole), bytes_of(resumed)):
             return None
-        return (whole.double() - resumed.double()).abs().max().item()
+        return (whole.cpu().double() - resumed.cpu().double()).abs().max().item()
     if whole is resumed or repr(whole) == repr(resumed):
         return None
     if isinstance(whole, int | float) and isinstance(resumed, int | float):

@@ -15,6 +15,7 @@ from drivetrain.algorithms.surgery import warn_no_effect
 from drivetrain.core.containers import leaves
 from drivetrain.core.errors import ConfigTypeError, NotIntendedUseWarning, warn
 from drivetrain.core.types import Batch
+from drivetrain.runtime.device import copy_to
 
 T = TypeVar("T")
 
@@ -134,13 +135,13 @@ def draw_weights(count: int, alpha: float, generator: Generator = None) -> list[
 
 def draw_permutation(count: int, device: torch.device | str, generator: Generator = None) -> Tensor:
     """Return the numbers 0..count-1 in random order, on `device`."""
-    return torch.randperm(count, generator=generator, device=device_of(generator)).to(device, non_blocking=True)
+    return copy_to(torch.device(device), torch.randperm(count, generator=generator, device=device_of(generator)))
 
 
 def draw_subset(count: int, keep: int, device: torch.device | str, generator: Generator = None) -> Tensor:
     """Return `keep` of the numbers 0..count-1 in ascending order, on `device`."""
     chosen = draw_permutation(count, device_of(generator), generator)[:keep].sort().values
-    return chosen.to(device, non_blocking=True)
+    return copy_to(torch.device(device), chosen)
 
 
 def device_of(generator: Generator) -> torch.device:

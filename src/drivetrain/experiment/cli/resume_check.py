@@ -40,6 +40,10 @@ def check_resume(target: str, num_steps: int, words: list[str]) -> Iterator[Chec
 
     found = find_target(target)
     if isinstance(found, Experiment | ExperimentGroup):
+        if not hasattr(signal, "SIGKILL"):
+            raise ConfigError(
+                "this system cannot kill an experiment as the check does. Give a function that returns a Trainer."
+            )
         yield from _check_experiment(target, num_steps, words)
     elif callable(found):
         yield _check_factory(found, target, num_steps)

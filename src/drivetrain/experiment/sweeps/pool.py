@@ -54,6 +54,11 @@ class PoolExecutor(Executor):
 
     def __init__(self, num_processes: int = 1, gpus_per_trial: int | None = None, *, preload: Sequence[str] = ()):
         check_count("num_processes", num_processes)
+        if sys.platform == "win32":
+            raise ConfigError(
+                "executor='pool' starts processes on Linux and macOS only. On Windows use executor='inline', one trial at a time, "
+                "or WSL, the Linux within Windows."
+            )
         if isinstance(preload, str) or not all(isinstance(name, str) for name in preload):
             raise ConfigError(f"preload: {preload!r} is not a list of module names, such as ['transformers'].")
         self.slots = num_processes

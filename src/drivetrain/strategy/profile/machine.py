@@ -322,7 +322,7 @@ _ask_smi_once = functools.cache(_query_nvidia_smi)
 @functools.cache
 def _processor() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return "cpu"
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "cpu")

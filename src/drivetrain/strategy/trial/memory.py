@@ -5,7 +5,6 @@ too. Linux counts its own kills by control group. If no group can be read, there
 when another process is killed; then only a process that held much of the memory counts.
 """
 
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ import torch
 from drivetrain.core.display import format_bytes
 from drivetrain.core.errors import warn
 from drivetrain.runtime.limits import memory_kills, number_after
+from drivetrain.runtime.memory import peak_process_bytes
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
@@ -46,7 +46,7 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats(self.device)
             return
         with suppress(OSError):  # another system, or not allowed: the peak is then that of the process's whole life
-            _CLEAR.write_text("5")  # Linux: the peak of resident memory becomes the present value
+            _CLEAR.write_text("5", encoding="utf-8")  # Linux: the peak of resident memory becomes the present value
 
     def peak(self) -> tuple[int, int | None]:
         """Return the peak and the memory reserved by the allocator. On the CPU return the growth of the process and None."""
@@ -59,9 +59,7 @@ def resident_bytes(field: str) -> int:
     """Return a process's resident memory, now (`VmRSS`) or at its peak (`VmHWM`)."""
     if (kibibytes := number_after(_STATUS, f"{field}:")) is not None:
         return kibibytes * 1024
-    import resource  # not Linux: the peak of the whole life is all that can be had
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak_process_bytes()  # not Linux: the peak of the whole life is all that can be had
 
 
 _MACHINE, _MEMORY = Path("/proc/vmstat"), Path("/proc/meminfo")

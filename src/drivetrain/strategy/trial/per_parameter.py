@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from drivetrain.module.distributed_tensors import whole_tensor
 from drivetrain.module.wrapping import named_clean_parameters
+from drivetrain.runtime.device import wide_dtype
 from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
 
 _BUCKETS, _CHUNK = 64, 1 << 20
@@ -49,11 +50,12 @@ def sketch(tensor: Tensor) -> str:
     """Return the norm of a tensor and signed sums of its elements. A sharded tensor is gathered first."""
     whole = whole_tensor(tensor.detach()).to_dense()
     flat = (torch.view_as_real(whole) if whole.is_complex() else whole).reshape(-1)
-    total = torch.zeros(_BUCKETS, dtype=torch.float64, device=flat.device)
-    square = torch.zeros((), dtype=torch.float64, device=flat.device)
+    kind = wide_dtype(flat.device)
+    total = torch.zeros(_BUCKETS, dtype=kind, device=flat.device)
+    square = torch.zeros((), dtype=kind, device=flat.device)
     signs = _signs(str(flat.device))
     for index, part in enumerate(flat.split(_CHUNK)):
-        wide = part.double()
+        wide = part.to(kind)
         square += wide.square().sum()
         signed = wide * signs[: len(wide)]
         if index % 3 == 1:  # so that equal chunks do not add up alike

@@ -36,6 +36,7 @@ from drivetrain.strategy.trial.measuring import Order, failure_of, measure, rele
 from drivetrain.strategy.trial.memory import MemoryKills, MemoryMeter, resident_bytes_of
 from drivetrain.strategy.trial.report import Report
 
+SIGKILL = getattr(signal, "SIGKILL", 9)  # Windows has none
 MARK = "DRIVETRAIN_TRIAL"
 """The environment variable of processes that were started to try a plan."""
 NO_GUARD = (
@@ -124,7 +125,7 @@ class TrialProcess:
             report.fail("error", f"the script has no main guard. {NO_GUARD}", "NoGuard")
         elif not self.is_ready:
             report.fail("error", f"a process for trials ended {how} before it began. {NO_GUARD}", "Start")
-        elif code == -signal.SIGKILL and self._kills.explain(self._resident):
+        elif code == -SIGKILL and self._kills.explain(self._resident):
             report.fail("oom", "the system ended the process, because the machine ran out of memory")
         else:
             report.fail("error", f"the process ended {how} in phase {report.phase!r}")
@@ -133,10 +134,10 @@ class TrialProcess:
         """End the process and everything it started immediately."""
         self._pipe.close()
         with suppress(ProcessLookupError, PermissionError):
-            if self._process.is_alive() and os.getpgid(self.pid) != self.pid:
-                self._process.kill()  # it has no group of its own yet, so it has started nothing either
+            if not hasattr(os, "setsid") or (self._process.is_alive() and os.getpgid(self.pid) != self.pid):
+                self._process.kill()  # Windows; or it has no group of its own yet, so it has started nothing either
             else:
-                os.killpg(self.pid, signal.SIGKILL)
+                os.killpg(self.pid, SIGKILL)
         self._process.join()
         self._process.close()
 
@@ -165,7 +166,10 @@ LEFT_ON_HOST = 512 << 20
 
 def serve(pipe: Connection, place: ChildSettings, task: TrainingTask | None = None) -> None:
     """Run as a trial process. A forked one already has its task."""
-    os.setsid()  # a group of its own: its parent can end it with everything it started, and the keyboard does not reach it
+    if hasattr(
+        os, "setsid"
+    ):  # a group of its own: its parent can end it with all it started, and the keyboard does not reach it
+        os.setsid()
     end_with_parent()
 
     def run() -> None:

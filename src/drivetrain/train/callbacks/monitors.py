@@ -15,6 +15,7 @@ from drivetrain.core.arguments import check_count, check_number
 from drivetrain.core.plugin import Logger
 from drivetrain.core.time import Interval, ensure_time
 from drivetrain.module.wrapping import wrapping_of
+from drivetrain.runtime.memory import peak_process_bytes
 from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.strategy.device_spec import preset_named_like
 from drivetrain.train.callbacks.base import TrainerCallback
@@ -153,9 +154,7 @@ class MemoryMonitor(_IntervalMonitor):
     def measure(self, state: State) -> dict[str, float]:
         device = torch.device(state.device)
         if device.type != "cuda":
-            import resource
-
-            return {"memory/peak_process_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}  # of KiB
+            return {"memory/peak_process_gib": peak_process_bytes() / GIB}
         return {
             "memory/peak_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
             "memory/allocated_gib": torch.cuda.memory_allocated(device) / GIB,
