@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from drivetrain import Trainer
 from drivetrain.core.errors import ConfigTypeError, NonFiniteStateError
@@ -319,6 +319,25 @@ def test_a_loader_that_is_asked_for_its_state_only_to_save_it_continues_where_it
     def run(**settings):
         return train(data=StartingLoader(), **{"per_device_batch_size": 8, "num_epochs": 1, **settings})
 
+    assert resumes(tmp_path, make=run)
+
+
+class Pipeline(IterableDataset):
+    """A dataset whose first stage is a loader, as webdataset's WebLoader is."""
+
+    def __init__(self, loader):
+        self.pipeline = [loader]
+
+    def __iter__(self):
+        return iter(self.pipeline[0])
+
+
+def test_a_pipeline_that_begins_with_a_loader_gives_batches_and_not_samples(tmp_path):
+    def run(**settings):
+        return train(data=Pipeline(DataLoader(make_data(16), batch_size=4)), **{**settings, "per_device_batch_size": 8})
+
+    plain = train(data=make_data(16), train_dataloader_kwargs={"shuffle": False})
+    assert torch.equal(weights(run()), weights(plain))
     assert resumes(tmp_path, make=run)
 
 
