@@ -114,7 +114,11 @@ def unflatten(structure: object, tensors: Mapping[str, Tensor], local: Mapping[s
         return (local or {})[reference["$local"]]
 
     def tensor(reference: StateDict) -> Tensor:
-        name, view = reference["$tensor"], reference.get("view")
+        name, view, order = reference["$tensor"], reference.get("view"), reference.get("order")
+        if order is not None:
+            if (name, "") not in views:
+                views[name, ""] = _laid_out(tensors[name], order)
+            return views[name, ""]
         if view is None:
             return tensors[name]
         if (name, view) not in views:
@@ -146,7 +150,7 @@ class _Flattener:
 
     def __init__(self, is_local: IsLocal | None):
         self.flat, self._is_local = FlatState(), is_local
-        self._seen: dict[tuple[object, ...], dict[str, str]] = {}
+        self._seen: dict[tuple[object, ...], StateDict] = {}
         self._alive: list[Tensor] = []  # a freed tensor's address may be given out again during the walk
         self._names = {"__metadata__"}  # the header of a safetensors file uses this name itself
 
@@ -159,7 +163,7 @@ class _Flattener:
         self.flat.local[name] = value
         return {"$local": name}
 
-    def tensor(self, tensor: Tensor, path: str) -> dict[str, str]:
+    def tensor(self, tensor: Tensor, path: str) -> StateDict:
         """Take a tensor out of the state; one that was met before is stored once."""
         sharded = is_dtensor(tensor)
         _check_storable(tensor, path, sharded)
@@ -169,13 +173,15 @@ class _Flattener:
             self.flat.aliases[path] = self._seen[key]["$tensor"]
             return self._seen[key]
         name = self._unique(path)
-        reference = {"$tensor": name}
+        reference: StateDict = {"$tensor": name}
         if plain.dtype in _VIEWED_DTYPES:
             if sharded:
                 raise CheckpointError(f"{path}: a sharded tensor of type {plain.dtype} cannot be stored.")
             reference["view"] = str(plain.dtype).removeprefix("torch.")
             self.flat.viewed[name] = plain.dtype
             plain = torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain.view(torch.uint8)
+        elif order := None if sharded else _memory_order(plain):
+            reference["order"] = order
         (self.flat.sharded if sharded else self.flat.tensors)[name] = plain
         if key is not None:
             self._seen[key] = reference
@@ -204,6 +210,24 @@ def _check_storable(tensor: Tensor, path: str, sharded: bool) -> None:
         reason = f"is a {type(tensor).__name__}, a tensor made of tensors"
     if reason is not None:
         raise CheckpointError(f"{path} {reason}. Convert it before saving, or exclude it.")
+
+
+def _memory_order(tensor: Tensor) -> list[int] | None:
+    """Return the dimensions of a dense tensor from the outermost in memory to the innermost; None where they are in order already.
+
+    Products of matrices are rounded differently in another order, so that a run that continues with it would differ.
+    """
+    if tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def _laid_out(tensor: Tensor, order: list[int]) -> Tensor:
+    """Return a tensor whose dimensions are in this order in memory."""
+    back = [order.index(dim) for dim in range(len(order))]  # a ValueError for a damaged file
+    return tensor.permute(order).contiguous().permute(back)
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...] | None:

@@ -7,7 +7,7 @@ raise (those are restored to what they were), then modules, then optimizers, the
 At the end are the list of kinds and the walks over all items.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -205,13 +205,15 @@ class Loading:
         done: list[_SelfLoad] = []
         errors: list[Exception] = []
         for load in self._self_loads:
-            state = pack(load.item.state_dict(), special=_leave_out, tensor=lambda tensor: tensor.detach().clone())
-            before = load._replace(state=state)
+            before = None
+            if not _is_foreign_loader(load.item):
+                state = pack(load.item.state_dict(), special=_leave_out, tensor=lambda tensor: tensor.detach().clone())
+                before = load._replace(state=state)
             try:
                 load.item.load_state_dict(load.state)
-                done.append(before)
+                done += [before] if before else []
             except Exception as error:  # whatever a foreign object raises, it says that the state does not fit
-                _restore_all([before])
+                _restore_all([before] if before else [])
                 error.add_note(f"(while loading {load.path})")
                 errors.append(error)
                 self.note("unfitting", load.path, f"{type(error).__name__}: {plain_text(error)}")
@@ -240,6 +242,12 @@ class Loading:
             "load_state_dict(state, strict=False). To begin a new run from the weights alone: "
             "model.load_state_dict(drivetrain.load_checkpoint(path)['model']), without ['model'] for a file that holds only weights."
         )
+
+
+def _is_foreign_loader(item: object) -> bool:
+    """Return whether this is a data loader of the user's. Asked for its state it begins an iteration, which may ignore a loaded one."""
+    is_iterable = isinstance(item, Iterable) and not isinstance(item, Container)
+    return is_iterable and not type(item).__module__.startswith("drivetrain.")
 
 
 def _leave_out(item: object, path: str) -> Saved:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from drivetrain.core.errors import nearest_name
 from drivetrain.core.types import Settings, StateDict
 from drivetrain.module.distributed_tensors import fit_tensor, is_dtensor
+from drivetrain.runtime.coders import is_made_of_tensors
 
 Names = Mapping[int, str]
 """Names of parameters by their identity."""
@@ -23,9 +24,16 @@ _FLAGS = ("foreach", "fused", "capturable", "differentiable", "maximize")
 """Settings of torch's optimizers that do not change the mathematics, and that not every version has."""
 
 
+def is_torch_form(state: object) -> bool:
+    """Return whether a state has torch's form. Some wrappers have one of their own, which only they can read."""
+    return isinstance(state, Mapping) and {"state", "param_groups"} <= set(state)
+
+
 def save_optimizer(optimizer: Optimizer, names: Names) -> StateDict:
     """Return torch's form of the state; groups whose parameters all have names get `param_names`."""
     state = optimizer.state_dict()
+    if not is_torch_form(state):
+        return state
     groups = []
     for saved, live in zip(state["param_groups"], optimizer.param_groups):
         own = [names.get(id(parameter)) for parameter in live["params"]]
@@ -76,7 +84,7 @@ def fit_optimizer(
     def load(unfitting: Collection[str]) -> list[str]:
         left_out = {id(p): names[id(p)] for p in live if names.get(id(p)) in unfitting}
         wanted = [None if id(p) in left_out else key for key, p in zip(keys, live)]
-        _load(optimizer, saved["state"], groups, wanted, live)
+        _load(optimizer, {**saved, "param_groups": groups}, wanted, live)
         return list(left_out.values())
 
     return problems, load
@@ -115,32 +123,32 @@ def _live_names(optimizer: Optimizer, names: Names, saved: list[str]) -> list[st
     return best if len(set(best)) == len(best) else None
 
 
-def _load(
-    optimizer: Optimizer,
-    state: Mapping[object, Mapping[object, object]],
-    groups: list[Settings],
-    keys: Sequence[object],
-    live: Sequence[Tensor],
-) -> None:
+def _load(optimizer: Optimizer, saved_state: StateDict, keys: Sequence[object], live: Sequence[Tensor]) -> None:
     """Give every parameter its copy of the state and every group its settings, through the optimizer's own method."""
+    state: Mapping[object, Mapping[object, object]] = saved_state["state"]
+    groups: list[Settings] = saved_state["param_groups"]
+    follows = type(optimizer).__module__.startswith("torch.optim")
     fresh: dict[object, dict[object, object]] = {}
     for number, (key, parameter) in enumerate(zip(keys, live)):
         if key in state:
-            fresh[number] = {name: _copy_for(value, parameter, name) for name, value in state[key].items()}
+            fresh[number] = {name: _copy_for(value, parameter, name, follows) for name, value in state[key].items()}
     known = {key for group in groups for key in group["params"]}
     # Torch allows state that belongs to no parameter.
-    fresh |= {key: dict(entries) for key, entries in state.items() if key not in known}
+    fresh |= {
+        key: dict(entries) if isinstance(entries, Mapping) else entries
+        for key, entries in state.items()
+        if key not in known
+    }
     rest, settings = iter(range(len(live))), []
     for saved, own in zip(groups, optimizer.param_groups):
         settings.append({**_settings(saved, own), "params": list(islice(rest, len(own["params"])))})
-    optimizer.load_state_dict({"state": fresh, "param_groups": settings})
-    if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+    optimizer.load_state_dict({**saved_state, "state": fresh, "param_groups": settings})
+    if type(optimizer).state_dict is Optimizer.state_dict:  # what was saved is the state itself
         for number, parameter in enumerate(live):
             state_of = optimizer.state.get(parameter, {})
             for name, value in fresh.get(number, {}).items():
-                current = state_of.get(name)
-                if name != "step" and isinstance(value, Tensor) and isinstance(current, Tensor):
-                    state_of[name] = current if current.dtype == value.dtype else value
+                if name != "step" and name in state_of:
+                    state_of[name] = _with_types_of(value, state_of[name])
 
 
 def _settings(saved: Mapping[str, object], live: Mapping[str, object]) -> Settings:
@@ -157,18 +165,33 @@ def _settings(saved: Mapping[str, object], live: Mapping[str, object]) -> Settin
     return result
 
 
-def _copy_for(value: object, parameter: Tensor, name: object) -> object:
-    """Return a copy of a state value where its parameter is: on its device, and sharded as it is if of its shape."""
+def _with_types_of(saved: object, loaded: object) -> object:
+    """Return a value as the optimizer took it, but tensors that it cast to another type as they were saved."""
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        return {key: _with_types_of(saved[key], item) if key in saved else item for key, item in loaded.items()}
+    if isinstance(saved, list | tuple) and isinstance(loaded, list | tuple) and len(loaded) == len(saved):
+        return type(loaded)(map(_with_types_of, saved, loaded))
+    is_cast = isinstance(saved, Tensor) and isinstance(loaded, Tensor) and saved.dtype != loaded.dtype
+    return saved if is_cast else loaded
+
+
+def _copy_for(value: object, parameter: Tensor, name: object, follows: bool) -> object:
+    """Return a copy of a state value where its parameter is: on its device, and sharded as it is if of its shape.
+
+    If the state `follows` its parameter, it is laid out in memory as that is, which torch's fused kernels rely on.
+    """
     if isinstance(value, dict):
-        return {key: _copy_for(item, parameter, key) for key, item in value.items()}
+        return {key: _copy_for(item, parameter, key, follows) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_copy_for(item, parameter, None) for item in value)
+        return type(value)(_copy_for(item, parameter, None, follows) for item in value)
     if not isinstance(value, Tensor):
         return value
+    if is_made_of_tensors(value):
+        return value.to(parameter.device)
     if value.shape == parameter.shape and (is_dtensor(value) or is_dtensor(parameter)):
         return fit_tensor(value, parameter).clone()
     if name == "step":
         return value.clone()
-    if value.shape == parameter.shape:  # laid out in memory as the parameter is: fused kernels rely on it
+    if value.shape == parameter.shape and (follows or value.is_contiguous()):
         return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
     return value.to(parameter.device, copy=True)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from drivetrain.context.kinds import ItemHolder, Kind, Restore, keep
-from drivetrain.context.optimizers import fit_optimizer, save_optimizer
+from drivetrain.context.optimizers import fit_optimizer, is_torch_form, save_optimizer
 from drivetrain.context.values import ask
 from drivetrain.core.containers import join_path
 from drivetrain.core.errors import DeviceError, DistributedError
@@ -142,8 +142,11 @@ class OptimizerKind(Kind):
         return saving.pack(save_optimizer(item, saving.parameter_names), path)
 
     def fit(self, item: Optimizer, saved: Saved, loading: "Loading", path: str) -> Restore:
-        if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
-            return loading.add_mismatch(path, item, saved, "expected the state of an optimizer")
+        if not is_torch_form(saved):
+            if not isinstance(saved, Mapping) or is_torch_form(item.state_dict()):
+                return loading.add_mismatch(path, item, saved, "expected the state of an optimizer")
+            loading.try_to_load(path, item, loading.unpack(saved))
+            return keep(item)
         problems, load = fit_optimizer(item, loading.unpack(saved), loading.parameter_names)
         for problem in problems:
             loading.add_mismatch(path, item, saved, problem)

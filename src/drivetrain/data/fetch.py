@@ -16,7 +16,8 @@ from drivetrain.core.errors import ParameterError
 from drivetrain.core.types import Batch
 from drivetrain.data.columns import Columns
 from drivetrain.data.order import BatchInfo, Rows, as_indices
-from drivetrain.data.randomness import RngMode, SeededGenerators, seed_generators
+from drivetrain.data.randomness import RngMode, SeededGenerators, held_generators, seed_generators
+from drivetrain.runtime.coders import generator_kind
 from drivetrain.runtime.device import copy_to
 from drivetrain.runtime.seeds import derive_seed
 
@@ -58,6 +59,7 @@ class UserFetch:
                 "batch_size=None or rng='sample'. Define __getitem__ too."
             )
         self.restores_generators = True
+        self._held: dict[str, object] | None = None
 
     def __call__(self, info: BatchInfo, seed: int) -> Batch:
         assert info.rows is not None
@@ -66,11 +68,22 @@ class UserFetch:
             if self.rng == "off":
                 return self._read(keys, info, seed)
             with SeededGenerators(derive_seed(seed, "fetch", info.epoch, info.first), self.restores_generators):
+                if not self.restores_generators:
+                    self._seed_held(seed, info.epoch, info.first)
                 return self._read(keys, info, seed)
         except Exception as error:
             shown = ", ".join(map(repr, keys[:16])) + (", ..." if len(keys) > 16 else "")
             error.add_note(f"This batch has the samples {shown} of {type(self.dataset).__name__}.")
             raise
+
+    def _seed_held(self, seed: int, *place: int) -> None:
+        """In a worker, seed the generators that the dataset holds: all workers have copies of the same, which nobody saves."""
+        if self._held is None:
+            self._held = held_generators(self, "dataset")
+        for name, generator in self._held.items():
+            kind = generator_kind(generator)
+            assert kind is not None
+            kind.reseed(generator, derive_seed(seed, name, *place))
 
     def _read(self, keys: list[object], info: BatchInfo, seed: int) -> Batch:
         if self.whole:
@@ -81,6 +94,8 @@ class UserFetch:
                 # A key that is not a number is seeded by its position in the global order.
                 place = key if isinstance(key, int) else info.first + number
                 seed_generators(derive_seed(seed, "sample", info.epoch, place))
+                if not self.restores_generators:
+                    self._seed_held(seed, info.epoch, place)
                 samples.append(self.dataset[key])
             if not self.batched:
                 return self.collate(samples[0])

@@ -8,6 +8,7 @@ were started within it at the same time. A signal to the process group reaches w
 """
 
 import atexit
+import io
 import os
 import signal
 import threading
@@ -17,8 +18,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -173,9 +176,34 @@ class WorkerSide(Dataset[object]):
 
     def __init__(self, dataset: object, answer: Callable[..., object]):
         self.dataset, self.answer = dataset, answer
+        self._is_sendable = False
 
     def __getitem__(self, job: tuple[object, ...]) -> object:
-        return self.answer(*job)
+        answer = self.answer(*job)
+        if not self._is_sendable:
+            _check_sendable(answer)
+            self._is_sendable = True
+        return answer
+
+
+class _DryPickler(ForkingPickler):
+    """Pickles all but the data of tensors and arrays."""
+
+    def persistent_id(self, value: object) -> str | None:
+        if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
+            raise ValueError("it holds a tensor with a graph: detach() it")
+        return "data" if type(value) in (Tensor, np.ndarray) else None
+
+
+def _check_sendable(answer: object) -> None:
+    """Raise for what cannot leave a worker: the thread that sends it would only print the error, and the training process wait forever."""
+    try:
+        _DryPickler(io.BytesIO()).dump(answer)
+    except Exception as error:
+        raise TypeError(
+            f"a batch cannot be sent from a worker process ({error}). Define the classes of what it holds at the top level of a module, or "
+            "read the data in the training process: train_dataloader_kwargs={'num_workers': 0}, outside of train() num_workers=0."
+        ) from error
 
 
 def fetch_jobs(infos: Iterator[BatchInfo], seed: int) -> Iterator[tuple[BatchInfo, int]]:

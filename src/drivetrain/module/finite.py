@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from drivetrain.core.arguments import check_choice, check_count
 from drivetrain.module.distributed_tensors import local_part
+from drivetrain.runtime.coders import inner_tensors, is_made_of_tensors
 from drivetrain.runtime.device import AsyncReadback
 from drivetrain.runtime.ranks import is_distributed
 
@@ -85,11 +86,15 @@ def any_nonfinite(parameters: Iterable[Tensor]) -> bool:
     return on_any_rank(flag).item() != 0  # tensor ranks and stages too: all ranks step, or none does
 
 
+def _parts(tensor: Tensor) -> Iterable[Tensor]:
+    return map(entries_of, inner_tensors(tensor).values() if is_made_of_tensors(tensor) else [tensor])
+
+
 def nonfinite_names(named: Iterable[tuple[str, Tensor]], only_nan: bool = False) -> list[str]:
     """Return which floating-point tensors hold NaN or infinity, or only NaN. Reads once for each device and type, and writes nothing."""
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
-    for name, tensor in named:
-        values = entries_of(local_part(tensor.detach()))
+    parts = ((name, part) for name, tensor in named for part in _parts(local_part(tensor.detach())))
+    for name, values in parts:
         if (values.is_floating_point() or values.is_complex()) and values.element_size() > 1 and values.numel():
             groups.setdefault((values.device, values.dtype), []).append((name, values))
     found = []

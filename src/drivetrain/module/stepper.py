@@ -23,6 +23,7 @@ from drivetrain.module.finite import NonFinitePolicy, StepGuard, any_nonfinite, 
 from drivetrain.module.gradient_sync import GradientSync, start_sum_over_ranks
 from drivetrain.module.optimizers import start_momentum
 from drivetrain.module.wrapping import clean_name
+from drivetrain.runtime.coders import generator_kind
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.ranks import is_distributed
 
@@ -71,6 +72,8 @@ class Stepper:
         """Whether every batch is an update of one optimizer on one process, without scaler or copies: there is nothing to weigh."""
         self.is_complete = False
         """Whether losses are weighted by the known size of their window, so that gradients are complete after the last backward."""
+        held = _held_by(optimizer)
+        self._numbers = {name: value for name, value in held.items() if generator_kind(value) is None}
         self._step: Callable[[], object] | None = None  # of the optimizer, without the profiler's mark
         self._is_normalised = False  # over the window as the caller had planned it, on as many ranks
         self._total: Callable[[], Count] | None = None  # the items of the window on all ranks, on their way
@@ -267,11 +270,19 @@ class Stepper:
                 "sparse": {name: grad.sparse_dim() for name, grad in grads.items() if grad.is_sparse},
             }
         guard = self.guard.state_dict(bool(window.count))
-        return {"window": counts, "partial": partial, "axes": self.axes if partial else None, "guard": guard}
+        held = {name: value for name, value in _held_by(self.optimizer).items() if value != self._numbers.get(name)}
+        state = {"window": counts, "partial": partial, "axes": self.axes if partial else None, "guard": guard}
+        return {**state, "optimizer": held} if held else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the window."""
         partial, window, counts = state["partial"], self.window, state["window"]
+        for name, value in state.get("optimizer", {}).items():
+            kind, live = generator_kind(value), getattr(self.optimizer, name, None)
+            if kind is not None and kind is generator_kind(live):
+                kind.restore(live, kind.state(value))
+            else:
+                setattr(self.optimizer, name, value)
         if "guard" in state:  # older checkpoints have none
             self.guard.load_state_dict(state["guard"])
         if partial and (state.get("axes") or {}) != self.axes:
@@ -299,6 +310,12 @@ class Stepper:
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         model = self.model
         return [(clean_name(name), p) for name, p in model.named_parameters()] if isinstance(model, nn.Module) else []
+
+
+def _held_by(optimizer: object) -> dict[str, object]:
+    """Return the numbers and generators that an optimizer keeps as attributes: those that change are state, but not in `state_dict()`."""
+    held = getattr(optimizer, "__dict__", {}).items()
+    return {name: value for name, value in held if type(value) in (int, float) or generator_kind(value) is not None}
 
 
 def merge_windows(saved: Sequence[Mapping[str, Any]], rank: int, counted: str = "items") -> StateDict:

@@ -123,7 +123,7 @@ def clean_key(root: nn.Module, key: str) -> str:
                 break
         else:
             kept.append(part)
-            module = module._modules.get(part) if module is not None else None
+            module = module._modules[part] if module is not None and part in module._modules else None
     return ".".join(kept)
 
 
@@ -339,9 +339,13 @@ def num_inputs(model: object) -> int:
     bare = unwrap(model)
     # Methods of a plan replace forward by one of any arguments: the user's own has the names.
     for owner in (bare, *type(bare).__mro__):
-        if "forward" not in vars(owner):
+        forward = vars(owner).get("forward")
+        if forward is None:
             continue
-        parameters = list(inspect.signature(vars(owner)["forward"]).parameters.values())[0 if owner is bare else 1 :]
+        if not callable(forward):  # of a traced or scripted module
+            declared = bare.forward.schema.arguments[1:]  # type: ignore[attr-defined]
+            return max(1, sum(not argument.has_default_value() for argument in declared))
+        parameters = list(inspect.signature(forward).parameters.values())[0 if owner is bare else 1 :]
         if any(p.kind is not p.VAR_POSITIONAL and p.kind is not p.VAR_KEYWORD for p in parameters):
             positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
             return max(1, sum(p.default is p.empty for p in positional))

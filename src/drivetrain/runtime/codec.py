@@ -92,7 +92,9 @@ class Packer:
         try:
             if (result := self.pack_special(value, path)) is not NotImplemented:
                 return result
-            return self._pack_tensor(value, path) if isinstance(value, Tensor) else self._pack_known(value, path)
+            if isinstance(value, Tensor) and not coders.is_made_of_tensors(value):
+                return self._pack_tensor(value, path)
+            return self._pack_known(value, path)
         finally:
             self._inside.discard(id(value))
 

@@ -124,6 +124,40 @@ def _unpack_array(content: Content, unpacker: "Unpacker", path: str) -> np.ndarr
     return np.frombuffer(raw, dtype=np.lib.format.descr_to_dtype(content["dtype"])).reshape(content["shape"]).copy()
 
 
+def is_made_of_tensors(value: object) -> bool:
+    """Return whether this is a tensor of a class that holds other tensors, such as a quantized one. One that is split over ranks is not."""
+    if not isinstance(value, Tensor) or not hasattr(value, "__tensor_flatten__"):
+        return False
+    return not hasattr(value, "full_tensor") and not value.is_nested
+
+
+def inner_tensors(value: Tensor) -> dict[str, Tensor]:
+    """Return the tensors by which a tensor is held, by name."""
+    return {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}  # type: ignore[attr-defined]
+
+
+def _pack_tensors(value: Tensor, packer: "Packer", path: str) -> dict[str, object]:
+    context = value.__tensor_flatten__()[1]  # type: ignore[attr-defined]
+    content = {
+        "inner": inner_tensors(value),
+        "context": context,
+        "size": list(value.size()),
+        "stride": list(value.stride()),
+    }
+    return {"class": class_name(type(value)), **packer.entries(content, path)}
+
+
+def _unpack_tensors(content: Content, unpacker: "Unpacker", path: str) -> Tensor:
+    cls = unpacker.find_class(content["class"], "tensor")
+    if not issubclass(cls, Tensor):
+        raise StateError(f"a saved tensor names {content['class']}, which is not a tensor.")
+    whole = unpacker.entries(content, path)
+    made: Tensor = cls.__tensor_unflatten__(  # type: ignore[attr-defined]
+        whole["inner"], whole["context"], whole["size"], whole["stride"]
+    )
+    return made
+
+
 def _unpack_dtype(text: str) -> torch.dtype:
     dtype = getattr(torch, text, None)
     if not isinstance(dtype, torch.dtype):
@@ -308,6 +342,7 @@ VALUE_CODERS: tuple[Coder, ...] = (
 
 CODERS: tuple[Coder, ...] = (
     *VALUE_CODERS,
+    Coder("tensors", is_made_of_tensors, _pack_tensors, _unpack_tensors),
     Coder("namedtuple", is_namedtuple, _pack_fields, _unpack_namedtuple),
     Coder("dataclass", is_dataclass, _pack_fields, _unpack_dataclass),
     _pairs("counter", lambda value: isinstance(value, Counter), lambda pairs: Counter(dict(pairs))),

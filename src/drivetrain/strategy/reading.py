@@ -6,7 +6,7 @@ executed or imported: classes are written as their full names and compared with 
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,10 +66,22 @@ def reject_pickle_name(path: str | os.PathLike[str]) -> None:
         )
 
 
+def _builtin(value: object) -> object:
+    """Return a value whose containers are lists and dicts, for those of configuration libraries."""
+    if isinstance(value, Mapping):
+        return {key: _builtin(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_builtin, value)) if type(value) in (list, tuple) else value
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
+        return list(map(_builtin, value))
+    return value
+
+
 def load(plan: "type[Strategy]", source: object, allow_pickle: bool = False) -> "Strategy":
     """Return the plan, as an instance of the given class, from any of the forms that `Strategy.load` names."""
     if isinstance(source, plan):
         return source
+    source = _builtin(source)
     if isinstance(source, list | tuple):
         return plan(source)
     if isinstance(source, Mapping):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, RandomSampler
 
 from drivetrain.context.context import Context
@@ -32,6 +33,7 @@ from drivetrain.core.time import TimeUnit
 from drivetrain.data.columns import find_columns
 from drivetrain.module.optimizers import served_parameters
 from drivetrain.optim.scheduler import OptimScheduler
+from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.train.settings import RunLimits, TrainSettings, check_eval_interval, parse_time
 
 if TYPE_CHECKING:
@@ -59,7 +61,8 @@ def check_constructor(given: Mapping[str, Any]) -> None:
             is_logger = any(callable(getattr(plugin, method, None)) for method in ("log_metrics", "scalar"))
             if name == "loggers" and not is_logger:
                 raise ConfigTypeError(
-                    f"loggers: {plugin!r} is not a logger. Expected an object with log_metrics(metrics, step=...), or a Recorder."
+                    f"loggers: {plugin!r} is not a logger. Expected an object with log_metrics(metrics, step=...), or a Recorder, such as "
+                    "Recorder('runs/a'), which writes TensorBoard files, or Recorder('runs/a', sinks=('wandb',)); 'mlflow', too."
                 )
     history, state, deterministic = given["run_history"], given["state"], given["deterministic"]
     if history is not None and not callable(getattr(history, "update_metric", None)):
@@ -190,15 +193,23 @@ def check_dataset(name: str, data: object) -> None:
     _reject_class(name, data)
     if isinstance(data, dict | tuple) and find_columns(data) is not None:
         return  # tensors with a row for each sample
-    if isinstance(data, Mapping) and not isinstance(data, Dataset) and 0 not in data:
-        parts = ", ".join(map(repr, list(data)[:5]))
+    if isinstance(data, Mapping) and not isinstance(data, Dataset) and 0 not in list(data.keys()):
+        parts = ", ".join(map(repr, list(data.keys())[:5]))
+        if hasattr(data, "to_dict"):
+            wanted = f"To use its columns, pass {name}.to_dict(). {wanted}"
         raise ConfigTypeError(
             f"{name} is a {type(data).__name__} with the keys {parts}. Pass one of its parts. {wanted}"
         )
-    if hasattr(type(data), "iloc"):
+    if hasattr(type(data), "iloc") or hasattr(type(data), "__dataframe__"):
         raise ConfigTypeError(
             f"{name} is a {type(data).__name__}, which is indexed by column. Wrap it, for example as "
-            "TensorDataset(torch.tensor(frame[inputs].values), torch.tensor(frame[target].values))."
+            "TensorDataset(torch.tensor(frame[inputs].to_numpy()), torch.tensor(frame[target].to_numpy()))."
+        )
+    if isinstance(data, tuple) and any(hasattr(item, "shape") for item in data):
+        kinds = ", ".join(type(item).__name__ for item in data)
+        raise ConfigTypeError(
+            f"{name} is a tuple of {kinds}, expected tensors or numpy arrays with a row for each sample. Convert them, or pass a dataset "
+            "that returns one sample: a list of samples has no such limit."
         )
     if isinstance(data, list | tuple | Dataset) and hasattr(data, "__len__") and not len(data):
         raise ConfigError(f"{name} is empty: it has 0 samples. Check the path or the filter it was made with.")
@@ -301,6 +312,14 @@ def check_optimizer(state: State, strict: bool) -> None:
             f"optimizer={type(optimizer).__name__} holds {len(held)} parameters, but no parameter of the model "
             f"({type(model).__name__}). Was the model copied, or replaced after the optimizer was made?"
         )
+    loss = state.loss_fn
+    if num_data_ranks() > 1 and isinstance(loss, nn.Module) and not isinstance(loss, DistributedDataParallel):
+        apart = held.difference(map(id, model.parameters()))
+        if any(id(p) in apart and p.requires_grad for p in loss.parameters()):
+            raise ConfigError(
+                f"the optimizer trains parameters of loss_func={type(loss).__name__}, whose gradients are not averaged over "
+                f"{num_data_ranks()} processes. Make it a part of the model, whose forward returns the loss then. One process is fine."
+            )
     known = held.union(map(id, model.parameters()))
     if missing:
         shown = ", ".join(missing[:5]) + (" …" if len(missing) > 5 else "")

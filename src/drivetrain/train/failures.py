@@ -56,6 +56,11 @@ _ADVICE = {
     "default_collate: batch must contain": "The default collate_fn takes tensors, arrays, numbers, and dicts or lists of them: convert the "
     "samples in the dataset, or pass a collate_fn.",
     "shared memory": _SHARED_MEMORY,
+    "must be Tensor, not list": "A list of numbers becomes a list of tensors, one for each position: make it a tensor in the dataset. One "
+    "of Hugging Face datasets does it after dataset.with_format('torch').",
+    "requires closure": "optimizer.needs_closure = True makes the Trainer pass one to step(). It computes the gradients again.",
+    "does not have a grad_fn": "If the optimizer differentiates gradients, override backward_step(self, loss) with "
+    "loss.backward(create_graph=True).",
 }
 """What to do about mistakes that torch describes in these words."""
 

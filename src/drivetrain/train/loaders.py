@@ -57,6 +57,9 @@ def is_ready_loader(data: object) -> TypeGuard[Iterable[object]]:
     """Return whether this is a loader, and not a dataset to build one for."""
     if isinstance(data, DataLoader | DataLoaderSlice):
         return True
+    stages = getattr(data, "pipeline", None)  # webdataset's loader is an IterableDataset that reads from torch's
+    if isinstance(stages, list) and any(isinstance(stage, DataLoader) for stage in stages):
+        return True
     return not isinstance(data, Dataset) and hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
 
 

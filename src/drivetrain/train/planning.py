@@ -123,7 +123,7 @@ def request_of(trainer: "Trainer") -> PlanRequest:
         precision=run.shared.options.precision,
         has_scaler=trainer.runtime.scaler is not None,
         dataset=trainer.train_dataset,
-        collate=trainer.collate_fn,
+        collate=getattr(run.data.train, "collate_fn", trainer.collate_fn),
         loader=run.data.train,
         find_form=run.loss.find_form,
         outputs_are_read=has_train_metrics

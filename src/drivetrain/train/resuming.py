@@ -253,10 +253,10 @@ def _load(run: Run, state: State, history: RunHistory, report: Callable[[str], N
 
 def _settings_of(optimizers: Iterable[Optimizer]) -> list[dict[str, float]]:
     """Return what an edited program may have changed in each parameter group: the rate that a schedule starts from, and the decay."""
-    return [
+    return [  # a rate may be None: some optimizers determine it themselves
         {
-            "lr": float(group.get("initial_lr", group.get("lr", 0.0))),
-            "weight_decay": float(group.get("weight_decay", 0.0)),
+            "lr": float(group.get("initial_lr", group.get("lr")) or 0.0),
+            "weight_decay": float(group.get("weight_decay") or 0.0),
         }
         for optimizer in optimizers
         for group in optimizer.param_groups

@@ -427,7 +427,7 @@ class Trainer(TrainerLoop):
             defaults = {"shuffle": False, **loaders.default_kwargs(self.device, dataset, per_device_batch_size)}
             with naming("dataloader_kwargs", dataloader_kwargs):
                 kwargs = loaders.merge_kwargs(dataset, defaults, dataloader_kwargs)
-                dataset = SmartDataLoader(dataset, collate_fn=collate_fn, **kwargs)
+                dataset = SmartDataLoader(dataset, **{"collate_fn": collate_fn, **kwargs})
         self.model = loaders.move_model(self.runtime, self.model)
         loader = loaders.prepare(self.device, dataset, limit_batches)
         reporting = nullcontext() if self.run.is_running else self._reporting_errors()
@@ -526,7 +526,7 @@ class Trainer(TrainerLoop):
         kwargs = loaders.merge_kwargs(data, defaults(batch_size), given)
         setattr(self.run.data, f"{phase}_kwargs", kwargs)
         with naming(*(kwargs_name, given) if given else (name, data)):
-            return DataLoader(dataset=data, collate_fn=self.collate_fn, **kwargs)
+            return DataLoader(dataset=data, **{"collate_fn": self.collate_fn, **kwargs})
 
     # ------------------------------------------------------------------ getting ready
 
