@@ -4,6 +4,8 @@ import copy
 import gc
 import logging
 import random
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -687,3 +689,19 @@ def test_what_fails_on_fake_tensors_is_a_note_and_not_a_traceback_in_the_log():
     finally:
         logger.removeHandler(handler)
     assert "could not run on fake tensors" in profile.notes[0] and records == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="trials fork on Linux")
+def test_a_process_forked_after_a_profile_can_run_a_backward_pass():
+    program = """
+import os, torch
+from drivetrain.strategy.profile.torch_private import fake_mode
+with fake_mode():  # the first backward pass of this process
+    torch.ones(3, requires_grad=True).sum().backward()
+if child := os.fork():
+    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+torch.ones(3, requires_grad=True).sum().backward()
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr

@@ -156,10 +156,10 @@ class GraphBreaks:
     def report(self) -> str:
         """Report the number of graph breaks and the first reasons, or that no graph was made."""
         breaks, graphs = self._counted()
+        if graphs == self._graphs:  # torch 2.15 counts a function that is not compiled as a break
+            return "no graph was made: nothing is compiled, or this process compiled it before"
         reasons = breaks - self._breaks
         if not reasons:
-            if graphs == self._graphs:
-                return "no graph was made: nothing is compiled, or this process compiled it before"
             return "no graph breaks"
         total = reasons.total()
         shown = "; ".join(reason.strip().splitlines()[0][:100] for reason in list(reasons)[:3])

@@ -3,6 +3,7 @@
 Whatever fails here, callers fall back to closed forms.
 """
 
+import functools
 import importlib
 import math
 import sys
@@ -34,7 +35,19 @@ def fake_mode() -> "FakeTensorMode":
     """Return a mode in which tensors have shapes and no memory, on a fake CPU. Enter it with `with`."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    _start_autograd()
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@functools.cache
+def _start_autograd() -> None:
+    """Run the first backward pass of this process on a real tensor.
+
+    A build with CUDA has one fake GPU under fake tensors where it has no real one. A first pass there starts a thread for it, and a
+    process that is forked later, as some trials are, can then run no backward pass.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.ones((), requires_grad=True).backward()
 
 
 def is_fake(value: object) -> bool:
