@@ -318,6 +318,12 @@ def move_model(runtime: "TrainerRuntime", model: object) -> Any:
     return model if getattr(model, "hf_device_map", None) else model.to(runtime.device)
 
 
+def move_loss(device: torch.device | str, loss_func: object) -> None:
+    """Move the weights of a loss function, such as those of classes, to the device."""
+    if isinstance(loss_func, nn.Module):
+        loss_func.to(device)
+
+
 def token_counter(batch: object) -> Callable[..., int] | None:
     """Return how to count the tokens of batches like this one, or None for data that is not text."""
     if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
