@@ -6,7 +6,6 @@ has arrived fails as it would there (`device.cpp` lists what is checked). It has
 products, no NCCL and no speed. Processes that are spawned do not have it. It reaches into torch's internals and is for tests only.
 """
 
-import contextlib
 import ctypes
 import hashlib
 import os
@@ -118,29 +117,34 @@ def _patch_torch_cuda(lib: Any) -> None:
         index = index_of(device)
         return Stream(index, number=lib.double_stream(index))
 
-    @contextlib.contextmanager
-    def stream(stream: Any) -> Any:
-        if stream is None:
-            yield
-            return
-        index, device = stream.device.index, lib.double_device()
-        before = lib.double_stream(index)
-        lib.double_set_device(index)
-        lib.double_set_stream(index, stream.cuda_stream)
-        try:
-            yield
-        finally:
-            lib.double_set_stream(index, before)
+    class StreamContext:
+        def __init__(self, stream: Any):
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            self.before = lib.double_device(), None
+            if self.stream is not None:
+                index = self.stream.device.index
+                self.before = lib.double_device(), lib.double_stream(index)
+                lib.double_set_device(index)
+                lib.double_set_stream(index, self.stream.cuda_stream)
+
+        def __exit__(self, *error: object) -> None:
+            device, number = self.before
+            if self.stream is not None:
+                lib.double_set_stream(self.stream.device.index, number)
             lib.double_set_device(device)
 
-    @contextlib.contextmanager
-    def device(device: Any) -> Any:
-        before = lib.double_device()
-        lib.double_set_device(index_of(device))
-        try:
-            yield
-        finally:
-            lib.double_set_device(before)
+    class Device:
+        def __init__(self, device: Any):
+            self.index = index_of(device)
+
+        def __enter__(self) -> None:
+            self.before = lib.double_device()
+            lib.double_set_device(self.index)
+
+        def __exit__(self, *error: object) -> None:
+            lib.double_set_device(self.before)
 
     state = {"is_initialized": False, "mode": 0}
 
@@ -172,14 +176,14 @@ def _patch_torch_cuda(lib: Any) -> None:
     doubles: dict[str, Any] = {
         "Event": Event,
         "Stream": Stream,
-        "StreamContext": stream,
+        "StreamContext": StreamContext,
         "_lazy_init": start,
         "_sleep": lambda cycles: None,
         "current_device": lambda: lib.double_device(),
         "current_stream": current_stream,
         "default_generators": generators,
         "default_stream": lambda device=None: Stream(device, number=0),
-        "device": device,
+        "device": Device,
         "device_count": lambda: DEVICES,
         "empty_cache": lambda: None,
         "get_device_capability": lambda device=None: (9, 0),
@@ -204,7 +208,7 @@ def _patch_torch_cuda(lib: Any) -> None:
         "set_device": lambda device: lib.double_set_device(index_of(device)),
         "set_rng_state": set_rng_state,
         "set_sync_debug_mode": set_sync_debug_mode,
-        "stream": stream,
+        "stream": StreamContext,
         "synchronize": lambda device=None: lib.double_flush(),
     }
     for name, double in doubles.items():

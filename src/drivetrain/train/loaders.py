@@ -310,18 +310,14 @@ def look_ahead(loader: Iterable[object], done: int = 0) -> Iterator[tuple[object
     yield from with_last(loader)
 
 
-def move_model(runtime: "TrainerRuntime", model: object) -> Any:
-    """Move a model to the device in the run's precision. Objects that are not modules are returned unchanged."""
+def move_model(runtime: "TrainerRuntime", model: object, loss_func: object = None) -> Any:
+    """Move a model to the device in the run's precision, and what its loss holds, such as weights of classes. Return the model."""
+    if isinstance(loss_func, nn.Module):
+        loss_func.to(runtime.device)
     if not isinstance(model, nn.Module):
         return model
     model = runtime.precision.cast_parameters(model)
     return model if getattr(model, "hf_device_map", None) else model.to(runtime.device)
-
-
-def move_loss(device: torch.device | str, loss_func: object) -> None:
-    """Move the weights of a loss function, such as those of classes, to the device."""
-    if isinstance(loss_func, nn.Module):
-        loss_func.to(device)
 
 
 def token_counter(batch: object) -> Callable[..., int] | None:
