@@ -262,3 +262,11 @@ def test_two_devices_train_as_one(accumulation):
             kind == "Sequential"
             and {name: pytest.approx(values) for name, values in expected_metrics.items()} == metrics
         )
+
+
+def test_a_loss_with_class_weights_is_moved_without_the_default_callbacks():
+    model, loss = make_model(), nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
+    trainer = Trainer(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=())
+    train(trainer, make_data(16))
+    trainer.evaluate(make_data(16), per_device_batch_size=8)
+    assert loss.weight.is_cuda

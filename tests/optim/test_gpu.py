@@ -208,3 +208,31 @@ def test_recorded_muon_follows_the_plain_one():
     assert recorded[-1] < recorded[0]
     torch.testing.assert_close(torch.tensor(recorded), torch.tensor(plain), rtol=2e-3, atol=2e-3)
     assert "cuda_graph" in optimizer.state_dict()["param_groups"][0]
+
+
+def test_muon_is_recorded_while_another_thread_pins_batches():
+    import threading
+
+    from drivetrain.optim import MuonHybrid
+
+    is_done = threading.Event()
+
+    def pin():
+        size = 0
+        while not is_done.is_set():
+            size += 4096  # always memory that is not cached yet
+            torch.empty(size, pin_memory=True)
+
+    model = nn.Linear(64, 64, bias=False).cuda()
+    optimizer = MuonHybrid(model, lr=0.02, adam_match=(), cuda_graph=True)
+    other = threading.Thread(target=pin)
+    other.start()
+    try:
+        for _ in range(3):
+            model(torch.ones(8, 64, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        is_done.set()
+        other.join()
+    assert bool(torch.isfinite(model.weight).all())

@@ -312,8 +312,10 @@ def look_ahead(loader: Iterable[object], done: int = 0) -> Iterator[tuple[object
     yield from with_last(loader)
 
 
-def move_model(runtime: "TrainerRuntime", model: object) -> Any:
-    """Move a model to the device in the run's precision. Objects that are not modules are returned unchanged."""
+def move_model(runtime: "TrainerRuntime", model: object, loss_func: object = None) -> Any:
+    """Move a model to the device in the run's precision, and what its loss holds, such as weights of classes. Return the model."""
+    if isinstance(loss_func, nn.Module):
+        loss_func.to(runtime.device)
     if not isinstance(model, nn.Module):
         return model
     model = runtime.precision.cast_parameters(model)

@@ -139,7 +139,7 @@ def prepare_evaluation(
     loaders.use_data_ranks(run.shared)
     made = loaders.make_evaluation_loaders(trainer, batch_size, kwargs)
     run.data.evaluation = loaders.prepare(trainer.device, made, limit_batches)
-    trainer.model = loaders.move_model(trainer.runtime, trainer.model)
+    trainer.model = loaders.move_model(trainer.runtime, trainer.model, trainer.loss_func)
     run.measures.eval_metrics.to(trainer.device)
     run.measures.eval_items = {}
     run.config = trainer._create_run_config(batch_size, 1, 1, None, None)

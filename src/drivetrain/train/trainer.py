@@ -556,7 +556,7 @@ class Trainer(TrainerLoop):
     def _prepare_model_optimizer_and_dataloaders(self) -> None:
         """Place model, loss and optimizer; make loaders deliver to the device; wrapping waits until weights are loaded."""
         data, settings = self.run.data, self.run.require_settings()
-        self.model = loaders.move_model(self.runtime, self.model)
+        self.model = loaders.move_model(self.runtime, self.model, self.loss_func)
         setup.prepare_precision(self)
         setup.resolve_optimizer(self)
         overfit = settings.overfit_batches or None

@@ -22,6 +22,7 @@ from drivetrain.module.distributed_tensors import is_dtensor, like_sharded, loca
 from drivetrain.module.params import muon_groups
 from drivetrain.optim.optimizers import stepping
 from drivetrain.optim.optimizers.stepping import Closure, ParamGroup
+from drivetrain.runtime.device import as_current
 
 # ---------------------------------------------------------------------- orthogonalisation by Newton-Schulz iteration (Jordan et al., 2024)
 #
@@ -107,15 +108,17 @@ class GraphedDirections:
         self._inputs = [torch.empty_like(update).copy_(update) for update in updates]
         self._outputs = [torch.empty_like(weight) for weight in weights]
         self._steps, self._adjust_lr = steps, adjust_lr
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # libraries choose kernels and take workspaces now, not while recording
-            for _ in range(_WARM_UPS):
+        with as_current(weights[0].device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # libraries choose kernels and take workspaces now, not while recording
+                for _ in range(_WARM_UPS):
+                    self._compute()
+            torch.cuda.current_stream().wait_stream(stream)
+            self._graph = torch.cuda.CUDAGraph()
+            # Other threads, such as the one that pins batches, may call CUDA while this one records.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._compute()
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._compute()
 
     def __call__(self, updates: Sequence[Tensor]) -> list[Tensor]:
         torch._foreach_copy_(self._inputs, list(updates))
