@@ -10,6 +10,7 @@ import operator
 import os
 import random
 import sys
+from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
@@ -89,7 +90,8 @@ def _seed_python_and_numpy(seed: int) -> None:
 def random_state(generator: Any) -> StateDict:
     """Return the state of one of Python's generators, or of the module `random`."""
     version, words, gauss = generator.getstate()
-    return {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss}
+    # Through an array: torch reads a tuple number by number, which takes five times as long.
+    return {"version": version, "words": torch.frombuffer(array("q", words), dtype=torch.int64), "gauss": gauss}
 
 
 def set_random_state(generator: Any, state: StateDict) -> None:
