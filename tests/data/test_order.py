@@ -1,6 +1,7 @@
 """One order for any number of ranks: slices, tails, samplers, batch samplers."""
 
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from drivetrain.core.errors import ParameterError, ResumeError
+from drivetrain.data import order as order_module
 from drivetrain.data.order import (
     BatchOrder,
     IndexOrder,
@@ -19,6 +21,7 @@ from drivetrain.data.order import (
     as_indices,
     epoch_permutation,
     load_sampler_state,
+    read_keys,
     sampler_state,
     share_of,
     sliced_batches,
@@ -50,6 +53,29 @@ def global_sequence(order, world, batch_size, drop_last=False, epoch=0, position
         assert all(info.last is (len(sequence) == len(ranks[0]) - 1) for info in infos)
         sequence.append(batch)
     return sequence
+
+
+def test_the_keys_of_a_sampler_are_never_all_held_as_objects(monkeypatch):
+    monkeypatch.setattr(order_module, "_AT_ONCE", 3)
+    alive = weakref.WeakSet()
+
+    class Number:
+        def __init__(self, value):
+            self.value = value
+            alive.add(self)
+
+        def __index__(self):
+            return self.value
+
+    most = []
+
+    def stream():
+        for number in range(20):
+            most.append(len(alive))
+            yield Number(number)
+
+    assert read_keys(stream()).tolist() == list(range(20)) and max(most) <= 6
+    assert read_keys(iter([1, 2, 3, 4, "five", 6])) == [1, 2, 3, 4, "five", 6]
 
 
 def test_the_permutation_is_torchs_own_from_the_derived_seed():
@@ -216,6 +242,7 @@ def test_indices_are_checked_and_counted_from_the_end():
 
 
 def test_keys_become_a_tensor_of_their_numbers():
+    assert as_indices([3, np.int64(1), "a", 2], 3) == [3, 1, "a", 2]
     assert as_indices([3, 1, 2**40], None).tolist() == [3, 1, 2**40]
     assert as_indices([], 3).tolist() == [] and as_indices([], 3).dtype == torch.int64
     assert as_indices([1, 2.0], None) == [1, 2.0] and as_indices([True, 0], 3).tolist() == [1, 0]

@@ -9,6 +9,7 @@ import torch
 
 from drivetrain.data import randomness
 from drivetrain.data.randomness import SeededGenerators
+from drivetrain.runtime import seeds
 
 
 def draw():
@@ -21,7 +22,7 @@ def seed_all(seed):
 
 @pytest.mark.skipif(sys.implementation.name != "cpython", reason="the memory of CPython's generator")
 def test_pythons_state_is_saved_as_memory_and_not_as_625_numbers(monkeypatch):
-    assert randomness._python_memory is not None, "CPython stores the words of its generator as expected"
+    assert seeds.PYTHON_MEMORY is not None, "CPython stores the words of its generator as expected"
     monkeypatch.delattr(random, "getstate")
     monkeypatch.delattr(random, "setstate")
     test_a_fetch_inside_a_fetch_disturbs_neither()
@@ -38,14 +39,14 @@ def test_a_generator_with_another_layout_is_not_read_as_memory():
             version, words, gauss = super().getstate()
             return version, words[1:] + words[:1], gauss
 
-    assert randomness._memory_of(Other(1)) is None
-    assert randomness._memory_of(random.Random(1)) is not None
+    assert seeds._memory_of(Other(1)) is None
+    assert seeds._memory_of(random.Random(1)) is not None
 
 
 @pytest.mark.parametrize("is_memory", [True, False])
 def test_the_callers_numbers_do_not_notice_a_fetch(monkeypatch, is_memory):
     if not is_memory:
-        monkeypatch.setattr(randomness, "_python_memory", None)
+        monkeypatch.setattr(randomness, "PYTHON_MEMORY", None)
     seed_all(1)
     expected = [draw() for _ in range(4)]
     seed_all(1)

@@ -2,6 +2,7 @@ import hashlib
 import io
 import os
 import random
+import sys
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from drivetrain.core.errors import ConfigError, StateError
+from drivetrain.runtime import seeds
 from drivetrain.runtime.ranks import get_rank
 from drivetrain.runtime.seeds import (
     capture_rng,
@@ -17,6 +19,7 @@ from drivetrain.runtime.seeds import (
     preserve_rng_state,
     reseed_rank,
     restore_rng,
+    same_state,
     seed_worker,
     set_deterministic,
     set_seed,
@@ -224,6 +227,49 @@ def test_a_block_may_draw_without_changing_the_generators():
     with preserve_rng_state():
         inside = torch.rand(3).tolist(), np.random.rand(), random.random()
     assert (torch.rand(3).tolist(), np.random.rand(), random.random()) == inside
+
+
+@pytest.mark.skipif(sys.implementation.name != "cpython", reason="other interpreters copy their generators each time")
+def test_generators_that_nobody_has_used_are_neither_copied_nor_set_again(kept_rng, monkeypatch):
+    set_seed(3)
+    calls = []
+    for owner, name in (
+        (seeds, "random_state"),
+        (seeds, "set_random_state"),
+        (np.random, "get_state"),
+        (np.random, "set_state"),
+    ):
+        method = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, _m=method, _n=name, **k: calls.append(_n) or _m(*a, **k))
+    first = capture_rng()
+    assert sorted(calls) == ["get_state", "random_state"]
+    torch.randn(3)
+    again = capture_rng()
+    restore_rng(first)
+    assert sorted(calls) == ["get_state", "random_state"] and not same_state(first, again)
+    for draw in (random.random, lambda: random.gauss(0, 1), np.random.rand, np.random.randn):
+        before = capture_rng()
+        numbers = [draw() for _ in range(5)]
+        assert not same_state(before, capture_rng())
+        restore_rng(before)
+        assert same_state(before, capture_rng()) and [draw() for _ in range(5)] == numbers
+
+
+def test_a_normal_that_is_held_belongs_to_the_state_also_where_the_words_are_the_same(kept_rng):
+    np.random.seed(1), np.random.randn()
+    held = capture_rng()
+    user = np.random.get_state()
+    second = np.random.randn()  # takes the held one, and no word
+    used = capture_rng()
+    third = np.random.randn()
+    restore_rng(held)
+    assert same_state(held, capture_rng()) and (np.random.randn(), np.random.randn()) == (second, third)
+    restore_rng(used)
+    assert same_state(used, capture_rng()) and np.random.randn() == third
+    restore_rng(used)
+    capture_rng()
+    np.random.set_state(user)
+    assert same_state(held, capture_rng()) and np.random.randn() == second
 
 
 def test_random_states_are_on_the_host_whatever_the_default_device():

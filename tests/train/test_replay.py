@@ -9,7 +9,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, WeightedRandomSampler
 
 from drivetrain import Trainer
+from drivetrain.callbacks import TrainerCallback
 from drivetrain.core.errors import ResumeError
+from drivetrain.runtime import seeds
+from drivetrain.train import run
 
 
 class Samples(Dataset):
@@ -101,12 +104,12 @@ LOADERS = {
 }
 
 
-def train(loader, folder=None, duration="19ba", resume_from=None, **settings):
+def train(loader, folder=None, duration="19ba", resume_from=None, callbacks=(), **settings):
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.BatchNorm1d(8), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=())
-    settings |= {"checkpoint_dir": folder, "resume_from": resume_from, "gradient_accumulation_steps": 2}
+    trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=callbacks)
+    settings = {"gradient_accumulation_steps": 2, **settings, "checkpoint_dir": folder, "resume_from": resume_from}
     trainer.train(loader, num_epochs=None, max_duration=duration, **settings)
     return {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -114,6 +117,43 @@ def train(loader, folder=None, duration="19ba", resume_from=None, **settings):
 def check_equal(found, expected):
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+
+
+class NoisyStream(Stream):
+    def __iter__(self):
+        return (Noisy()[i] for i in torch.randperm(37, generator=self.generator).tolist())
+
+
+@pytest.mark.parametrize("stop", ["3ba", "8ba", "11ba"])
+@pytest.mark.parametrize("limit", [None, 6])
+def test_a_stream_is_read_ahead_only_where_a_window_must_know_its_last_batch(stop, limit, tmp_path, monkeypatch):
+    read = []
+
+    class Counted:
+        def __iter__(self):
+            for batch in DataLoader(NoisyStream(), batch_size=5):
+                read.append(None)
+                yield batch
+
+    class Noting(TrainerCallback):
+        def batch_start(self, state, logger):
+            ahead.append(len(read) - state.clock.batch)
+
+    settings = {"gradient_accumulation_steps": 1, "limit_train_batches": limit}
+    captures, ahead = count_captures(monkeypatch), []
+    train(Counted(), duration="6ba", callbacks=[Noting()], **settings)
+    assert set(ahead) == {1} and len(captures) == 1  # the batch itself; how the epoch began
+    train(Counted(), duration="6ba", **settings | {"gradient_accumulation_steps": 2})
+    assert len(captures) >= 1 + 1 + 6
+    make = lambda: DataLoader(NoisyStream(), batch_size=5)
+    train(make(), tmp_path, stop, **settings)
+    check_equal(train(make(), tmp_path, resume_from="auto", **settings), train(make(), **settings))
+
+
+def count_captures(monkeypatch):
+    calls = []
+    monkeypatch.setattr(run, "capture_rng", lambda: calls.append(None) or seeds.capture_rng())
+    return calls
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,8 @@ CPU time, least of 15 blocks of 300), because the expensive calls are avoided: `
 numpy's state is copied word by word (150 µs), so its bit generator is exchanged, and Python's is copied as memory (9 µs as 625 numbers).
 """
 
-import _random
 import ctypes
 import random
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import FunctionType, ModuleType
@@ -22,24 +20,12 @@ import torch
 
 from drivetrain.runtime.codec import pack, unpack
 from drivetrain.runtime.coders import generator_kind
+from drivetrain.runtime.seeds import MT19937_BYTES, PYTHON_MEMORY, held_normal
 
 RngMode = Literal["batch", "sample", "off"]
 
 numpy_random: Any = numpy.random  # the exchange of bit generators is documented, but not in numpy's stubs
 
-_MT19937_BYTES = 624 * 4 + 4  # the state words and the position among them, which Python has in front and numpy behind
-
-
-def _memory_of(generator: random.Random) -> int | None:
-    """Return where the position and the words of one of Python's generators are; None where they are not where CPython has them."""
-    head = object.__basicsize__
-    if sys.implementation.name != "cpython" or _random.Random.__basicsize__ < head + _MT19937_BYTES:
-        return None
-    position, *words = (ctypes.c_uint32 * 625).from_address(id(generator) + head)
-    return id(generator) + head if (*words, position) == generator.getstate()[1] else None
-
-
-_python_memory = _memory_of(random._inst)  # of the generator behind the functions of the module
 _spare: list[object] = []  # bit generators to lend: a fetch may itself read from a loader
 
 
@@ -68,7 +54,7 @@ class SeededGenerators:
         if self.restores:
             self.torch, self.python = torch.default_generator.get_state(), _keep_python()
             self.own = numpy_random.get_bit_generator()
-            self.held = _held_normal(self.own)
+            self.held = held_normal()  # which an exchange of bit generators forgets
             self.lent = _spare.pop() if _spare else numpy_random.MT19937(0)
             numpy_random.set_bit_generator(self.lent)
         seed_generators(self.seed)
@@ -86,33 +72,16 @@ class SeededGenerators:
 
 def _keep_python() -> Callable[[], None]:
     """Return a function that restores the present state of Python's generator."""
-    if _python_memory is None:
+    if PYTHON_MEMORY is None:
         return partial(random.setstate, random.getstate())
-    words, others = ctypes.string_at(_python_memory, _MT19937_BYTES), vars(random._inst)
+    words, others = ctypes.string_at(PYTHON_MEMORY, MT19937_BYTES), vars(random._inst)
     normal = others["gauss_next"]
 
     def restore() -> None:
-        ctypes.memmove(_python_memory, words, _MT19937_BYTES)
+        ctypes.memmove(PYTHON_MEMORY, words, MT19937_BYTES)
         others["gauss_next"] = normal
 
     return restore
-
-
-def _held_normal(own: Any) -> float | None:
-    """Return the second half of a pair of normals that numpy may hold, which an exchange of bit generators forgets.
-
-    Drawing one shows it without a copy of the whole state: where one is held, the draw leaves the bit generator untouched.
-    """
-    if type(own) is not numpy_random.MT19937:
-        state = numpy_random.get_state(legacy=False)
-        return state["gauss"] if state["has_gauss"] else None
-    address = own.ctypes.state_address
-    before = ctypes.string_at(address, _MT19937_BYTES)
-    normal = numpy_random.standard_normal()
-    if ctypes.string_at(address, _MT19937_BYTES) == before:
-        return normal
-    ctypes.memmove(address, before, _MT19937_BYTES)
-    return None
 
 
 # Generators of a dataset, a sampler or a loader of its own, which nobody seeds: a copy of them is part of a saved position.

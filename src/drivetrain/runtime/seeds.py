@@ -5,11 +5,16 @@ two purposes never share a stream by accident. The rest sets, keeps and restores
 Python's, numpy's, torch's and the accelerator's.
 """
 
+import _random
+import ctypes
+import functools
 import hashlib
 import operator
 import os
 import random
+import struct
 import sys
+from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
@@ -86,10 +91,29 @@ def _seed_python_and_numpy(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
+MT19937_BYTES = 624 * 4 + 4  # the state words and the position among them, which Python has in front and numpy behind
+
+
+def _memory_of(generator: random.Random) -> int | None:
+    """Return where the position and the words of one of Python's generators are; None where they are not where CPython has them."""
+    head = object.__basicsize__
+    if sys.implementation.name != "cpython" or _random.Random.__basicsize__ < head + MT19937_BYTES:
+        return None
+    position, *words = (ctypes.c_uint32 * 625).from_address(id(generator) + head)
+    return id(generator) + head if (*words, position) == generator.getstate()[1] else None
+
+
+PYTHON_MEMORY = _memory_of(random._inst)  # of the generator behind the functions of the module
+_NORMAL = "@id"  # whether numpy's generator holds a normal, and that normal
+_known: dict[str, tuple[object, StateDict]] = {}
+"""The last copy of Python's and of numpy's generator, and what their memory held then."""
+
+
 def random_state(generator: Any) -> StateDict:
     """Return the state of one of Python's generators, or of the module `random`."""
     version, words, gauss = generator.getstate()
-    return {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss}
+    # Through an array: torch reads a tuple number by number, which takes five times as long.
+    return {"version": version, "words": torch.frombuffer(array("q", words), dtype=torch.int64), "gauss": gauss}
 
 
 def set_random_state(generator: Any, state: StateDict) -> None:
@@ -99,16 +123,9 @@ def set_random_state(generator: Any, state: StateDict) -> None:
 
 def capture_rng(device: torch.device | None = None) -> StateDict:
     """Return the state of all shared generators of this process, in plain values and tensors; that of `device`, else the current one."""
-    state: StateDict = {"python": random_state(random), "torch": torch.get_rng_state()}
+    state: StateDict = {"python": _python_state(), "torch": torch.get_rng_state()}
     if "numpy.random" in sys.modules:  # never imported: never used, and there is nothing to keep
-        legacy = sys.modules["numpy.random"].get_state(legacy=False)
-        state["numpy"] = {
-            "generator": legacy["bit_generator"],
-            "words": torch.from_numpy(legacy["state"]["key"].astype("int64")),
-            "position": int(legacy["state"]["pos"]),
-            "has_gauss": int(legacy["has_gauss"]),
-            "gauss": float(legacy["gauss"]),
-        }
+        state["numpy"] = _numpy_state()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         module = torch.get_device_module(accelerator)
@@ -116,6 +133,85 @@ def capture_rng(device: torch.device | None = None) -> StateDict:
             with as_current(device):
                 state["accelerator"] = {"type": accelerator.type, "state": module.get_rng_state()}
     return state
+
+
+def _python_state() -> StateDict:
+    """Return the state of Python's generator: the last copy of it, at a twentieth of the cost, if nobody has drawn since."""
+    held = _python_memory()
+    if held is None or held != _known.get("python", (None,))[0]:
+        _known["python"] = held, random_state(random)
+    return dict(_known["python"][1])
+
+
+def _numpy_state() -> StateDict:
+    """Return the state of numpy's generator, as `_python_state` does."""
+    held = _numpy_memory()
+    if held is not None and held == _known.get("numpy", (None,))[0]:
+        return dict(_known["numpy"][1])
+    legacy = sys.modules["numpy.random"].get_state(legacy=False)
+    state: StateDict = {
+        "generator": legacy["bit_generator"],
+        "words": torch.from_numpy(legacy["state"]["key"].astype("int64")),
+        "position": int(legacy["state"]["pos"]),
+        "has_gauss": int(legacy["has_gauss"]),
+        "gauss": float(legacy["gauss"]),
+    }
+    _known["numpy"] = held, state
+    return dict(state)
+
+
+def _python_memory() -> object:
+    """Return what identifies the state of Python's generator, None where that is not known."""
+    if PYTHON_MEMORY is None:
+        return None
+    return ctypes.string_at(PYTHON_MEMORY, MT19937_BYTES), vars(random._inst)["gauss_next"]
+
+
+def _numpy_memory() -> object:
+    """Return what identifies the state of numpy's generator, None where that is not known."""
+    module = sys.modules["numpy.random"]
+    own = module.get_bit_generator()
+    if type(own) is not module.MT19937:
+        return None
+    normal = _normal_memory()
+    return None if normal is None else (ctypes.string_at(own.ctypes.state_address, MT19937_BYTES), held_normal())
+
+
+def held_normal() -> float | None:
+    """Return the second half of a pair of normals that numpy's generator holds, None if it holds none."""
+    address = _normal_memory()
+    if address is None:
+        state = sys.modules["numpy.random"].get_state(legacy=False)
+        return state["gauss"] if state["has_gauss"] else None
+    is_held, normal = struct.unpack(_NORMAL, ctypes.string_at(address, struct.calcsize(_NORMAL)))
+    return normal if is_held else None
+
+
+@functools.cache
+def _normal_memory() -> int | None:
+    """Return where numpy's generator keeps a normal, and before it whether there is one; None where that cannot be found."""
+    module = sys.modules["numpy.random"]
+    probe, shared = module.RandomState(0), module.mtrand._rand
+    probe.standard_normal()
+    at = _find(probe, struct.pack(_NORMAL, True, probe.get_state(legacy=False)["gauss"]))
+    probe.standard_normal()
+    if at is None or type(shared) is not type(probe) or _find(probe, struct.pack("@i", False), at) != at:
+        return None
+    return id(shared) + at
+
+
+def _find(owner: object, content: bytes, start: int = 0) -> int | None:
+    """Return where the memory of an object of a compiled class holds these bytes."""
+    if sys.implementation.name != "cpython":
+        return None
+    at = ctypes.string_at(id(owner), type(owner).__basicsize__).find(content, start)
+    return None if at < 0 else at
+
+
+def _is_now(name: str, saved: StateDict, held: object) -> bool:
+    """Return whether a generator, whose memory holds this, still has the state that was saved."""
+    known, state = _known.get(name, (None, {}))
+    return held is not None and held == known and saved["words"] is state["words"]
 
 
 def same_state(one: Any, other: Any) -> bool:
@@ -136,20 +232,22 @@ def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) ->
     missing = {"python", "torch"} - set(state)
     if missing:
         raise StateError(f"random state: {sorted(missing)} missing in {sorted(state)}. Pass that of capture_rng().")
-    set_random_state(random, state["python"])
+    if not _is_now("python", state["python"], _python_memory()):
+        set_random_state(random, state["python"])
     torch.set_rng_state(state["torch"].cpu())
     if "numpy" in state:
         import numpy as np
 
         saved = state["numpy"]
-        np.random.set_state(
-            {
-                "bit_generator": saved["generator"],
-                "state": {"key": saved["words"].cpu().numpy().astype("uint32"), "pos": saved["position"]},
-                "has_gauss": saved["has_gauss"],
-                "gauss": saved["gauss"],
-            }
-        )
+        if not _is_now("numpy", saved, _numpy_memory()):
+            np.random.set_state(
+                {
+                    "bit_generator": saved["generator"],
+                    "state": {"key": saved["words"].cpu().numpy().astype("uint32"), "pos": saved["position"]},
+                    "has_gauss": saved["has_gauss"],
+                    "gauss": saved["gauss"],
+                }
+            )
     if "accelerator" in state:
         kind = state["accelerator"]["type"]
         current = torch.accelerator.current_accelerator(check_available=True)

@@ -287,11 +287,12 @@ def mover(device: torch.device | str, loader: object) -> Callable[..., object] |
     return partial(move_to_device, device, non_blocking=True)
 
 
-def look_ahead(loader: Iterable[object], done: int = 0) -> Iterator[tuple[object, bool]]:
+def look_ahead(loader: Iterable[object], done: int = 0, ahead: int = 1) -> Iterator[tuple[object, bool]]:
     """Yield each batch after the first `done` of an epoch, and whether it is the last, by reading one batch ahead.
 
     A `SmartDataLoader` knows which one is the last, unless it reads nothing ahead itself. It and every other loader that saves its own
     position must not be read ahead of the loop, because the position counts what the iterator has returned: there no batch is the last.
+    Nor is it with `ahead=0`, for a loop that does not need to know.
 
     >>> list(look_ahead("ab"))
     [('a', False), ('b', True)]
@@ -304,7 +305,7 @@ def look_ahead(loader: Iterable[object], done: int = 0) -> Iterator[tuple[object
         if done >= end:
             return
         loader = itertools.islice(inner, end - done)
-    if isinstance(inner, SmartDataLoader) or saves_itself(inner):
+    if not ahead or isinstance(inner, SmartDataLoader) or saves_itself(inner):
         for number, batch in enumerate(loader, done + 1):
             info = getattr(inner, "batch_info", None)
             yield batch, number == end or bool(info and info.last)

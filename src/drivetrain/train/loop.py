@@ -370,13 +370,15 @@ class TrainerLoop(EvaluationLoop):
             run.recovery.act_on(verdict)
 
     def _batches(self, loader: Iterable[object]) -> Iterator[tuple[object, bool]]:
-        """Yield each batch with whether it is the epoch's last; loaders without a length are read one batch ahead."""
+        """Yield each batch with whether it is the epoch's last; loaders without a length are read ahead where a window must know that."""
         state, clock, fire, data = self.state, self.state.clock, self.run.fire, self.run.data
         limit, source = data.batches_per_epoch, data.source if data.reads_index else None
         move = loaders.mover(self.device, loader)
         fire.before_dataloader()
         if limit is None:
-            for batch, last in loaders.look_ahead(self._rest_of_epoch(loader, ahead=1), clock.batch_in_epoch):
+            ahead = 0 if self.run.stepper.is_simple else 1
+            rest = self._rest_of_epoch(loader, ahead)
+            for batch, last in loaders.look_ahead(rest, clock.batch_in_epoch, ahead):
                 state.step = clock.batch_in_epoch
                 yield (batch if move is None else move(batch)), last
                 fire.before_dataloader()

@@ -385,15 +385,13 @@ class LoaderReplay:
                 f"the training loader ({self._name}) has {found} batches, but the checkpoint was taken after {done} batches of the epoch. "
                 "Resume with the data of the interrupted run, or from a checkpoint at the end of an epoch."
             )
-        if not ahead:
-            restore_rng(now)
-            return batches
-        self._before_ahead = start.get("before_ahead")
-        if self._before_ahead is not None:
-            restore_rng(self._before_ahead)
-        following = list(islice(batches, ahead))
+        before = start.get("before_ahead")
+        self._before_ahead, following = before if ahead else None, list[object]()
+        if before is not None:  # the saved run had read one more batch
+            restore_rng(before)
+            following = list(islice(batches, 1))
         restore_rng(now)
-        return chain(following, self._noting(batches))
+        return chain(following, self._noting(batches) if ahead else batches)
 
     def _noting(self, batches: Iterator[object]) -> Iterator[object]:
         """Keep the random state before each batch that this process makes: training draws numbers in between."""
