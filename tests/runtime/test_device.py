@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,6 +56,15 @@ def test_usable_cpus_follow_the_affinity_of_the_process():
 def test_memory_of_the_host_is_free_within_total():
     free, total = device_memory("cpu")
     assert 0 < free <= total
+
+
+def test_memory_of_the_host_is_at_most_what_its_container_leaves(monkeypatch):
+    files = {"/sys/fs/cgroup/memory.max": "3000\n", "/sys/fs/cgroup/memory.current": "1000\n"}
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, *rest: files.get(str(path)) or read(path, *rest))
+    assert device_memory("cpu") == (2000, 3000)
+    files["/sys/fs/cgroup/memory.max"] = "max\n"
+    assert device_memory("cpu")[1] > 3000
 
 
 @pytest.mark.gpu

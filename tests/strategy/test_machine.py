@@ -14,7 +14,6 @@ from drivetrain.strategy.profile.machine import (
     Prediction,
     cache_file,
     cache_folder,
-    host_memory,
     learn,
     link_of,
     machine_from_spec,
@@ -222,7 +221,7 @@ def test_without_time_the_machine_is_presumed_and_nothing_is_started(monkeypatch
     monkeypatch.setattr(machines, "_measured", lambda *_: pytest.fail("measured"))
     machine = profile_machine(CPU, time_limit=0)
     assert machine.evidence == "modelled" and machine.flops["float32"] > 0
-    assert machine.memory == host_memory()[0]
+    assert machine.memory == memory_bytes(CPU)[0]
 
 
 def test_a_child_that_fails_or_hangs_leaves_a_presumed_machine(monkeypatch):

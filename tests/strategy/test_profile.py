@@ -15,12 +15,13 @@ from torch import nn
 from drivetrain.strategy.profile import model as profiling
 from drivetrain.strategy.profile.fake_world import Deadline, OutOfTime
 from drivetrain.strategy.profile.findings import upper_edge
-from drivetrain.strategy.profile.model import ModelProfiler, profile_model
+from drivetrain.strategy.profile.model import ModelProfiler
 from drivetrain.strategy.profile.step_memory import StepMemory
 from drivetrain.strategy.profile.torch_private import fake_mode
 from drivetrain.strategy.profile.values import ARITHMETICS, PARTS, line_through
 from drivetrain.strategy.task import CallModel, TrainingTask
 from tests.module.models import ResNet
+from tests.strategy.candidates import profile_model
 from tests.strategy.tasks import LENGTH, VOCAB, WIDTH, TinyGPT, loss_func, make_data
 
 FLOAT, HALF = 4, 2

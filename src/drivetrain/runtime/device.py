@@ -161,6 +161,7 @@ def device_memory(device: str | torch.device | None = "auto") -> tuple[int, int]
 
 
 def _host_memory() -> tuple[int, int]:
+    """Return free and total bytes of this host, or of the container that limits this process."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * page
     try:
@@ -168,6 +169,10 @@ def _host_memory() -> tuple[int, int]:
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         available = os.sysconf("SC_AVPHYS_PAGES") * page
+    with suppress(OSError, ValueError):  # not Linux, an older control group, or the word "max"
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        available, total = min(available, max(0, limit - used)), min(total, limit)
     return available, total
 
 

@@ -238,13 +238,12 @@ def _group_size(device: torch.device, ranks: int) -> int:
 
 def _as_machine(device: torch.device, found: Figures, ranks: int) -> MachineProfile:
     presumed = _nearest_preset_profile(device)
-    total, free = host_memory() if device.type == "cpu" else (found.get("memory", 0), found.get("free", 0))
     link = link_of(found["link"], _group_size(device, ranks)) if found.get("link") else presumed.intra
     return replace(
         presumed,
         device=found.get("name") or presumed.device,
-        memory=total or presumed.memory,
-        free=free or presumed.free,
+        memory=found.get("memory", presumed.memory),
+        free=found.get("free", presumed.free),
         flops=found["flops"],
         bandwidth=found["bandwidth"],
         launch=found["launch"],
@@ -259,16 +258,15 @@ def _as_machine(device: torch.device, found: Figures, ranks: int) -> MachineProf
 
 def _nearest_preset_profile(device: torch.device) -> MachineProfile:
     """Return the machine of the nearest data sheet."""
-    name = device_name(device)
+    name, memory = device_name(device), memory_bytes(device)
     if device.type == "cpu":
         threads = torch.get_num_threads()
-        spec = DeviceSpec.preset("cpu")
-        machine = machine_from_spec(replace(spec, flops=6e10 * threads, fp32_flops=6e10 * threads, bandwidth=2e10))
-        total, free = host_memory()
-        return replace(machine, device=name, memory=total, free=free, threads=threads, reserve_bytes=float(2**28))
-    memory = memory_bytes(device)
-    found = preset_named_like(name, memory[0] if memory is not None else None) or DeviceSpec.preset("l4")
-    machine = replace(machine_from_spec(found), device=name, kind=device.type)
+        spec = replace(DeviceSpec.preset("cpu"), flops=6e10 * threads, fp32_flops=6e10 * threads, bandwidth=2e10)
+        machine = replace(machine_from_spec(spec), threads=threads, reserve_bytes=float(2**28))
+    else:
+        found = preset_named_like(name, memory[0] if memory is not None else None)
+        machine = machine_from_spec(found or DeviceSpec.preset("l4"))
+    machine = replace(machine, device=name, kind=device.type)
     return replace(machine, memory=memory[0], free=memory[1]) if memory is not None else machine
 
 
@@ -287,25 +285,12 @@ def driver_version(device: torch.device) -> str:
 def memory_bytes(device: torch.device) -> tuple[int, int] | None:
     """Return total and free bytes of a device, or None if reading them would initialize it."""
     if device.type != "cuda":
-        return host_memory() if device.type == "cpu" else None
+        return device_memory("cpu")[::-1] if device.type == "cpu" else None
     if torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info(device)
         return total, free
     total_and_free = re.fullmatch(r"(\d+), *(\d+)", _smi(device, "memory.total,memory.free"))
     return None if total_and_free is None else (int(total_and_free[1]) * 2**20, int(total_and_free[2]) * 2**20)
-
-
-def host_memory() -> tuple[int, int]:
-    """Return total and available bytes of this host, or of the container that limits this process."""
-    free, total = device_memory("cpu")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        if limit.isdigit():
-            total, free = min(total, int(limit)), min(free, max(0, int(limit) - used))
-    except (OSError, ValueError):
-        pass  # no such limit here
-    return total, free
 
 
 def _smi(device: torch.device, what: str) -> str:
