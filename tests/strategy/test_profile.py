@@ -128,7 +128,7 @@ def test_a_frozen_layer_needs_no_gradient_and_no_state():
 
 def test_a_blocks_arithmetic_is_that_of_its_matrices_and_its_attention(gpt):
     block, rest = gpt.units
-    assert (block.path, block.cls, block.count, rest.path) == ("blocks", "Block", 2, "")
+    assert (block.path, block.count, rest.path) == ("blocks", 2, "")
     matrices = 4 * WIDTH * WIDTH + 2 * 2 * WIDTH * WIDTH
     assert block.forward_flops == 2 * LENGTH * matrices + 2 * 2 * LENGTH * LENGTH * WIDTH
     assert rest.forward_flops == 2 * LENGTH * WIDTH * VOCAB
