@@ -90,7 +90,7 @@ class Checkpoint(Method):
             )
         return values
 
-    def clash(self, config: CheckpointConfig, others: Mapping[str, Any], device: torch.device) -> str | None:
+    def clash(self, config: CheckpointConfig, others: Mapping[str, object], device: torch.device) -> str | None:
         # torch 2.13 saves the mesh of a split layer for backward as if it were a tensor, and fails in the first step.
         if config.mode != "full" or not {"tensor_parallel", "native_dynamo"} <= others.keys():
             return None
