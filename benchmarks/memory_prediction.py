@@ -23,8 +23,8 @@ import torch
 from benchmarks.models import loss_func, make_batch, make_model
 from benchmarks.timing import RESULTS, environment
 from drivetrain.module.checkpointing import checkpoint_blocks
-from drivetrain.strategy.profile.model import profile_model
-from drivetrain.strategy.profile.values import ModelProfile
+from drivetrain.strategy.profile.model import ModelProfiler
+from drivetrain.strategy.profile.values import PARTS, ModelProfile
 from drivetrain.strategy.task import CallModel, TrainingTask
 
 SIZES = {"gpt2": 16, "llama": 8, "bert": 32, "vit": 128, "resnet50": 128}
@@ -46,7 +46,7 @@ def predict(name: str, *, tiny: bool = False) -> tuple[ModelProfile, float]:
         samples=make_batch(name, 4, tiny=tiny),
     )
     start = time.perf_counter()
-    return profile_model(task), time.perf_counter() - start
+    return ModelProfiler(task).profile(PARTS), time.perf_counter() - start
 
 
 def predicted_bytes(profile: ModelProfile, way: str, size: int) -> float | None:

@@ -3,6 +3,8 @@
 from typing import Any
 
 from drivetrain.strategy.effects import Effects
+from drivetrain.strategy.profile.model import ModelProfiler
+from drivetrain.strategy.profile.values import COMPILED, PARTS
 from drivetrain.strategy.registry import find_method
 from drivetrain.strategy.search.candidates import Candidate, in_order
 
@@ -69,3 +71,9 @@ def checkpoint_of(found: Candidate) -> str:
     return next(
         (method.label(config).split()[1] for method, config in found.steps if method.name == "checkpoint"), "none"
     )
+
+
+def profile_model(task, *, compiled=True, time_limit=None):
+    """Return a task's profile with all parts; `compiled` includes what compiled graphs keep, the slowest ones."""
+    parts = [part for part in PARTS if compiled or not part.endswith(COMPILED)]
+    return ModelProfiler(task).profile(parts, time_limit=time_limit)

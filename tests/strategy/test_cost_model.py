@@ -29,12 +29,12 @@ def by_arithmetic(value):
 def make_profile(**changes):
     """40 M parameters in four blocks and 10 M outside; 100 bytes saved by a block for each sample, 60 outside, 40 of them logits."""
     block = UnitProfile(
-        path="blocks", cls="Block", count=4, parameters=10 * MILLION, forward_flops=20e6, saved_bytes=by_arithmetic(100 * MILLION),
+        path="blocks", count=4, parameters=10 * MILLION, forward_flops=20e6, saved_bytes=by_arithmetic(100 * MILLION),
         input_bytes=by_arithmetic(10 * MILLION), selective_bytes=by_arithmetic(50 * MILLION), traffic_bytes=by_arithmetic(200 * MILLION),
         operations=20, heads=8,
     )  # fmt: skip
     rest = dataclasses.replace(
-        block, path="", cls="Model", count=1, parameters=10 * MILLION, saved_bytes=by_arithmetic(60 * MILLION), operations=5, heads=None,
+        block, path="", count=1, parameters=10 * MILLION, saved_bytes=by_arithmetic(60 * MILLION), operations=5, heads=None,
     )  # fmt: skip
     values = {
         "units": (block, rest), "parameters": 50 * MILLION, "trainable": 50 * MILLION, "parameter_bytes": 200 * MILLION,

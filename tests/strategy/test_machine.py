@@ -8,7 +8,6 @@ import torch
 
 from benchmarks import memory_prediction
 from drivetrain.core.errors import ConfigError
-from drivetrain.runtime.device import device_memory
 from drivetrain.strategy.device_spec import PRESETS, DeviceSpec, parse_size, preset_named_like
 from drivetrain.strategy.profile import machine as machines
 from drivetrain.strategy.profile.machine import (
@@ -222,7 +221,7 @@ def test_without_time_the_machine_is_presumed_and_nothing_is_started(monkeypatch
     monkeypatch.setattr(machines, "_measured", lambda *_: pytest.fail("measured"))
     machine = profile_machine(CPU, time_limit=0)
     assert machine.evidence == "modelled" and machine.flops["float32"] > 0
-    assert machine.memory == device_memory("cpu")[1]
+    assert machine.memory == memory_bytes(CPU)[0]
 
 
 def test_a_child_that_fails_or_hangs_leaves_a_presumed_machine(monkeypatch):

@@ -19,7 +19,6 @@ from drivetrain.strategy.batching import plan_batch
 from drivetrain.strategy.device_spec import DeviceSpec
 from drivetrain.strategy.method import Method
 from drivetrain.strategy.methods.kernels import CpuThreadsConfig
-from drivetrain.strategy.profile.model import profile_model
 from drivetrain.strategy.registry import _methods, find_method, register_method
 from drivetrain.strategy.search import find
 from drivetrain.strategy.search.constraints import budget_bytes, parse_memory
@@ -43,7 +42,7 @@ from drivetrain.strategy.search.space import SearchScope, build_space
 from drivetrain.strategy.task import CallModel, TrainingTask
 from drivetrain.strategy.trial.report import TrialResult
 from drivetrain.strategy.value import Strategy
-from tests.strategy.candidates import candidate, checkpoint_of, effects, sharding_of
+from tests.strategy.candidates import candidate, checkpoint_of, effects, profile_model, sharding_of
 from tests.strategy.candidates import candidate as make_candidate
 from tests.strategy.tasks import loss_func, make_data, make_model
 from tests.strategy.test_cost_model import make_machine, make_profile

@@ -1,10 +1,11 @@
 """Keep little of each block's forward pass and compute it again for backward (Chen et al., 2016, arXiv 1604.06174)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core.errors import ConflictError
+import torch
+
 from drivetrain.core.types import Settings
 from drivetrain.module.checkpointing import Mode, checkpoint_blocks
 from drivetrain.strategy.effects import Recompute
@@ -12,7 +13,6 @@ from drivetrain.strategy.method import Method, Option, Positive, Site, Stage, se
 
 if TYPE_CHECKING:
     from drivetrain.strategy.method import Application, Effects, SearchScope
-    from drivetrain.strategy.search.candidates import Candidate
 
 _SEARCHED: dict[str, dict[str, Any]] = {
     "selective": {"mode": "selective", "every": 1},
@@ -27,8 +27,6 @@ _EFFECTS = {
     "full": Recompute(keeps="inputs", share=1.0),
     "offload": Recompute(keeps="inputs", on_device=2, share=1.0),  # one in use, one on its way
 }
-_SPLIT_AND_COMPILED = "the compiler cannot compute split layers of a whole block again"
-"""torch 2.13 saves the mesh of a split layer for backward as if it were a tensor, and fails in the first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +59,6 @@ class Checkpoint(Method):
         ]
         return [((self.name, config),) for config in configs]
 
-    def fits(self, config: CheckpointConfig, candidate: "Candidate") -> str | None:
-        is_compiled = "native_dynamo" in candidate.configs
-        return _SPLIT_AND_COMPILED if config.mode == "full" and candidate.tensor > 1 and is_compiled else None
-
     def affect(self, effects: "Effects", config: CheckpointConfig) -> None:
         effects.recompute = _EFFECTS[_word(config)]
 
@@ -96,12 +90,16 @@ class Checkpoint(Method):
             )
         return values
 
+    def clash(self, config: CheckpointConfig, others: Mapping[str, object], device: torch.device) -> str | None:
+        # torch 2.13 saves the mesh of a split layer for backward as if it were a tensor, and fails in the first step.
+        if config.mode != "full" or not {"tensor_parallel", "native_dynamo"} <= others.keys():
+            return None
+        return (
+            "checkpoint with mode='full', tensor_parallel and native_dynamo cannot be used together: the compiler cannot compute split "
+            "layers of a whole block again. Use mode='selective' or 'offload', or leave one of them out."
+        )
+
     def check(self, config: CheckpointConfig, site: Site) -> None:
-        if config.mode == "full" and {"tensor_parallel", "native_dynamo"} <= set(site.names):
-            raise ConflictError(
-                f"checkpoint with mode='full', tensor_parallel and native_dynamo cannot be used together: {_SPLIT_AND_COMPILED}. Use "
-                "mode='selective' or 'offload', or leave one of them out."
-            )
         if site.model is not None and config.wrap_class != "auto":
             self.select(site.model, config.wrap_class)
 

@@ -18,7 +18,7 @@ from drivetrain.module.deferred_logits import DeferredLoss, DeferredSource, defe
 from drivetrain.strategy.method import Method, Option, Site, Stage, is_whole
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.method import Application, Candidate, Effects, SearchScope
+    from drivetrain.strategy.method import Application, Effects, SearchScope
 
 _CHUNKS = 8
 """Into how many parts the logits are cut, at least."""
@@ -45,9 +45,6 @@ class ChunkedCrossEntropy(Method):
     def options(self, scope: "SearchScope") -> list[Option]:
         has_head = scope.profile.cross_entropy_head is not None
         return self.flag_options(scope, has_head and scope.task.loss_func is not None)
-
-    def fits(self, config: ChunkedConfig, candidate: "Candidate") -> str | None:
-        return "the loss needs the head whole" if candidate.tensor > 1 or candidate.pipe > 1 else None
 
     def affect(self, effects: "Effects", config: ChunkedConfig) -> None:
         effects.logits_share = 1 / _CHUNKS

@@ -225,6 +225,7 @@ class Zero1(Method):
     needs_processes = is_alone_in_group = splits_optimizer = leaves_no_trace = True
     dimension = Fsdp.dimension
     ignored_keys = ("use_ds_zero", "reduce_bucket_size", "allgather_bucket_size", "overlap_comm")
+    conflicts = {"tensor_parallel": "Use fsdp or zero2 with tensor_parallel."}
     why = "optimizer state is split over the data ranks"
 
     def options(self, scope: "SearchScope") -> list[Option]:
@@ -242,12 +243,6 @@ class Zero1(Method):
 
     def period(self, config: NoConfig) -> int | None:
         return None  # whole parameters are dealt to ranks, which does not continue by any rule
-
-    def check(self, config: NoConfig, site: Site) -> None:
-        if site.axis("tensor") > 1:
-            raise ConflictError(
-                "zero1 and tensor_parallel cannot be used together. Use fsdp or zero2 with tensor_parallel."
-            )
 
     def apply(self, ctx: "Application", config: NoConfig) -> None:
         if ctx.recipe is None:

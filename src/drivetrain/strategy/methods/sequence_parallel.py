@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from drivetrain.core.errors import ConflictError, MethodConfigError, UnsupportedMethodError
+from drivetrain.core.errors import MethodConfigError, UnsupportedMethodError
 from drivetrain.core.types import Settings
 from drivetrain.strategy.mesh import gradient_group
 from drivetrain.strategy.method import Function, Method, Positive, Site, Stage, is_whole
@@ -50,7 +50,6 @@ class SequenceParallel(Method):
     Config = SequenceParallelConfig
     needs_processes = True
     short = "sp_size"
-    conflicts = {"pipeline_parallel": "A stage may not hold all blocks of a family. Use only one of the two axes."}
     axis: ClassVar[str] = "sequence"
     short_label = ""  # the mesh names it
     why = "activations are split over the positions of a sequence"
@@ -90,8 +89,6 @@ class SequenceParallel(Method):
                 f"sequence_parallel: impl='ring' needs CUDA, but the device is {site.device}: torch's ring attention supports only "
                 f"CUDA. Use impl='ulysses'."
             )
-        if site.axis("pipe") > 1:
-            raise ConflictError("sequence_parallel and a 'pipe' axis cannot be used together. Use only one of them.")
         if site.model is not None:
             self._managers(config, site.model)
             if config.impl == "ulysses" and config.batch_sp_processing_fn is None:

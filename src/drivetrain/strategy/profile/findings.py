@@ -58,9 +58,9 @@ class Findings:
         compiled, recorder = self.compiled, self.recorders[_FIRST]
         inside = {id(parameter) for group in groups for member in group.members for parameter in member.parameters()}
         rest = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
-        units = [self._unit(index, group.path, group.cls.__name__, group) for index, group in enumerate(groups)]
+        units = [self._unit(index, group) for index, group in enumerate(groups)]
         return ModelProfile(
-            units=(*units, self._unit(len(groups), "", type(model).__name__, None, rest)),
+            units=(*units, self._unit(len(groups), None, rest)),
             input_bytes=line_through(SIZES, [float(storage_bytes(tensors_of(inputs[size]))) for size in SIZES])[1],
             # Output, what the loss keeps of it, and the gradient that the loss sends back, which is as large as what it keeps.
             logits_bytes=self._by_arithmetic(lambda recorder: recorder.output_bytes + 2 * recorder.loss.saved),
@@ -82,7 +82,7 @@ class Findings:
         found = {name: [read(self.recorders[name, size]) for size in SIZES] for name in ARITHMETICS}
         return {name: line_through(SIZES, values)[1] / count for name, values in found.items()}
 
-    def _unit(self, index: int, path: str, cls: str, group: BlockGroup | None, parameters: int = 0) -> UnitProfile:
+    def _unit(self, index: int, group: BlockGroup | None, parameters: int = 0) -> UnitProfile:
         count = len(group.members) if group is not None else 1
         if group is not None:
             held = {id(p): p.numel() for member in group.members for p in member.parameters()}
@@ -94,8 +94,7 @@ class Findings:
         totals = {place: recorder.totals[index] for place, recorder in self.recorders.items()}
         saved = each(lambda unit: unit.saved)
         return UnitProfile(
-            path=path,
-            cls=cls,
+            path="" if group is None else group.path,
             count=count,
             parameters=parameters,
             forward_flops=each(lambda unit: unit.flops)[ARITHMETICS[0]],
@@ -251,8 +250,8 @@ def closed_form_profile(task: TrainingTask, note: str) -> ModelProfile:
     blocks = [{module for member in group.members for module in member.modules()} for group in groups]
     inside = set[nn.Module]().union(*blocks)
     parts = zip(groups, blocks)
-    units = [_unit(group.path, group.cls, len(group.members), modules, layers) for group, modules in parts]
-    units.append(_unit("", type(model), 1, {*model.modules()} - inside, layers, _parameters(inside)))
+    units = [_unit(group.path, len(group.members), modules, layers) for group, modules in parts]
+    units.append(_unit("", 1, {*model.modules()} - inside, layers, _parameters(inside)))
     notes = [note]
     state, temporary = optimizer_bytes(task, model, notes.append)
     counts = counts_of(model)
@@ -322,7 +321,6 @@ def _parameters(modules: set[nn.Module]) -> set[nn.Parameter]:
 
 def _unit(
     path: str,
-    cls: type,
     count: int,
     modules: set[nn.Module],
     layers: dict[nn.Module, _LayerWork],
@@ -339,7 +337,6 @@ def _unit(
 
     return UnitProfile(
         path=path,
-        cls=cls.__name__,
         count=count,
         parameters=parameters,
         forward_flops=sum(cost.flops for cost in costs) / count,

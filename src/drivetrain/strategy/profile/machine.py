@@ -238,13 +238,12 @@ def _group_size(device: torch.device, ranks: int) -> int:
 
 def _as_machine(device: torch.device, found: Figures, ranks: int) -> MachineProfile:
     presumed = _nearest_preset_profile(device)
-    free, total = device_memory("cpu") if device.type == "cpu" else (found.get("free", 0), found.get("memory", 0))
     link = link_of(found["link"], _group_size(device, ranks)) if found.get("link") else presumed.intra
     return replace(
         presumed,
         device=found.get("name") or presumed.device,
-        memory=total or presumed.memory,
-        free=free or presumed.free,
+        memory=found.get("memory", presumed.memory),
+        free=found.get("free", presumed.free),
         flops=found["flops"],
         bandwidth=found["bandwidth"],
         launch=found["launch"],
@@ -259,16 +258,15 @@ def _as_machine(device: torch.device, found: Figures, ranks: int) -> MachineProf
 
 def _nearest_preset_profile(device: torch.device) -> MachineProfile:
     """Return the machine of the nearest data sheet."""
-    name = device_name(device)
+    name, memory = device_name(device), memory_bytes(device)
     if device.type == "cpu":
         threads = torch.get_num_threads()
-        spec = DeviceSpec.preset("cpu")
-        machine = machine_from_spec(replace(spec, flops=6e10 * threads, fp32_flops=6e10 * threads, bandwidth=2e10))
-        free, total = device_memory("cpu")
-        return replace(machine, device=name, memory=total, free=free, threads=threads, reserve_bytes=float(2**28))
-    memory = memory_bytes(device)
-    found = preset_named_like(name, memory[0] if memory is not None else None) or DeviceSpec.preset("l4")
-    machine = replace(machine_from_spec(found), device=name, kind=device.type)
+        spec = replace(DeviceSpec.preset("cpu"), flops=6e10 * threads, fp32_flops=6e10 * threads, bandwidth=2e10)
+        machine = replace(machine_from_spec(spec), threads=threads, reserve_bytes=float(2**28))
+    else:
+        found = preset_named_like(name, memory[0] if memory is not None else None)
+        machine = machine_from_spec(found or DeviceSpec.preset("l4"))
+    machine = replace(machine, device=name, kind=device.type)
     return replace(machine, memory=memory[0], free=memory[1]) if memory is not None else machine
 
 

@@ -70,16 +70,6 @@ _CAPTURE_STEPS = 10
 """How long the first capture is expected to take, in tracked steps."""
 
 
-def profile_model(task: TrainingTask, *, compiled: bool = True, time_limit: float | None = None) -> ModelProfile:
-    """Return what a task's model computes and keeps per sample, with all parts of the profile.
-
-    `compiled` also captures what a compiled forward pass would keep, the slowest part. `time_limit` in seconds is looked at between
-    parts: what was not found out in time is None, and `notes` name it. The caller's model and random streams stay as they are.
-    """
-    parts = [part for part in PARTS if compiled or not part.endswith(COMPILED)]
-    return ModelProfiler(task).profile(parts, time_limit=time_limit)
-
-
 class ModelProfiler:
     """Profiles one model, and continues from its earlier results when more is requested."""
 
@@ -90,7 +80,11 @@ class ModelProfiler:
         """Closed forms, where a run on fake tensors failed or took too long."""
 
     def profile(self, parts: Collection[str] = (), *, time_limit: float | None = None) -> ModelProfile:
-        """Return the profile with further parts: names of `PARTS`. Parts requested before are not tried again."""
+        """Return the profile with further parts: names of `PARTS`. Parts requested before are not tried again.
+
+        `time_limit` in seconds is looked at between parts: what was not found out in time is None, and `notes` name it. The caller's model
+        and random streams stay as they are.
+        """
         kept = preserve_model_state(self.task.model)
         with kept, accelerator_rules(), _no_cycles_collected(), silence_torch_logging(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user's code warns in the real run

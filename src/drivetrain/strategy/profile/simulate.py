@@ -7,7 +7,6 @@ here raises because of a model: if it cannot be simulated, the result has a `fai
 
 import gc
 import multiprocessing
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -68,8 +67,6 @@ class Simulation:
     """What was left out or replaced."""
     failure: str | None = None
     """Why there are no numbers."""
-    seconds: float = 0.0
-    """How long the simulation took."""
 
 
 def simulate(
@@ -108,7 +105,6 @@ class _Job:
 
 
 def _simulate(task: TrainingTask, plan: Strategy, world: int, kind: str, deadline: Deadline) -> Simulation:
-    started = time.monotonic()
     methods = [(find_method(name), config, tunable) for name, config, tunable in plan]
     entries = [(one.name, one.simulated(config), tunable) for one, config, tunable in methods if not one.not_simulated]
     # Labels of fake tensors cannot be counted, and weights take no memory.
@@ -132,7 +128,7 @@ def _simulate(task: TrainingTask, plan: Strategy, world: int, kind: str, deadlin
         result = Simulation(failure=f"{type(error).__name__}: {first_line(error)}")
     finally:
         gc.collect()
-    return replace(result, notes=tuple(job.notes), seconds=time.monotonic() - started)
+    return replace(result, notes=tuple(job.notes))
 
 
 _REPLICAS = 2
@@ -267,7 +263,6 @@ def _in_child(
     task: TrainingTask, plans: Sequence[Strategy], world: int, kind: str, deadline: Deadline
 ) -> list[Simulation]:
     """Simulate in a process of its own, which has no process group yet; it gets the structure of the model, not its memory."""
-    started = time.monotonic()
     try:
         model = None if task.model is None else meta_copy(task.model)
         samples = tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), task.samples)
@@ -279,7 +274,7 @@ def _in_child(
         child.start()
     except Exception as error:  # a model that cannot be copied or sent
         failure = f"it cannot be sent to a child process ({type(error).__name__}: {error})"
-        return [Simulation(failure=failure, seconds=time.monotonic() - started) for _ in plans]
+        return [Simulation(failure=failure)] * len(plans)
     theirs.close()
     results: list[Simulation] = []
     failure = "the time limit ended the simulation"

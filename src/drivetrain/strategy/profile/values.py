@@ -60,7 +60,6 @@ class UnitProfile:
 
     path: str
     """Where the blocks are; empty for the rest of the model."""
-    cls: str
     count: int
     """How many members of this kind run one after another; 1 for the rest."""
     parameters: int

@@ -307,7 +307,7 @@ class Measuring:
 
 def _joined(more: TrialResult, fewer: TrialResult) -> TrialResult:
     """Return the longer of two measurements of one plan, with what only the first one checked."""
-    checked = ("loss", "plain_loss", "gradient_norm", "plain_gradient_norm")
+    checked = ("loss", "plain_loss", "gradient_norm")
     kept = {name: getattr(fewer, name) for name in checked if getattr(more, name) is None}
     is_verified = more.is_verified or fewer.is_verified
     return replace(more, is_verified=is_verified, startup_seconds=fewer.startup_seconds, **kept)

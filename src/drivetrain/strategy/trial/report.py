@@ -55,7 +55,6 @@ class TrialResult:
     loss: float | None = None
     plain_loss: float | None = None
     gradient_norm: float | None = None
-    plain_gradient_norm: float | None = None
     startup_seconds: float = 0.0
     """From the start of the processes to the first timed step: imports, building, compiling."""
     is_verified: bool = False
@@ -161,7 +160,7 @@ def merge(reports: Sequence[Report], wanted: int, device_type: str) -> TrialResu
         yardstick=first.yardstick,
     )
     if (expected := first.yardstick) is not None and expected.source == PLAIN:
-        result = replace(result, plain_loss=expected.loss, plain_gradient_norm=expected.gradient_norm)
+        result = replace(result, plain_loss=expected.loss)
     if (failed := cause_of(reports)) is not None:
         cause = reports[failed]
         message = f"rank {failed}: {cause.message}" if len(reports) > 1 else cause.message
