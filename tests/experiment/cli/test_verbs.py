@@ -1,6 +1,7 @@
 """The command as a whole: help, unknown words, exit statuses."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -145,6 +146,11 @@ def test_completion_knows_every_verb_and_option(command, shell):
     assert ("--resume-check" in out) or ("-l resume-check" in out)
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=out, text=True, check=True)
+
+
+def test_help_texts_with_an_apostrophe_stay_one_word_for_fish(command):
+    descriptions = [shlex.split(line)[-1] for line in command("completion", "fish")[1].splitlines() if " -d " in line]
+    assert descriptions == [text for _, text in VERBS.values()]
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")

@@ -7,6 +7,7 @@ is pressed.
 
 import argparse
 import importlib
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -136,7 +137,7 @@ def completion(arguments: argparse.Namespace) -> None:
     if arguments.shell == "fish":
         print("# drivetrain completion fish | source")
         for verb, (_, text) in VERBS.items():
-            print(f"complete -c drivetrain -n __fish_use_subcommand -a {verb} -d '{text}'")
+            print(f"complete -c drivetrain -n __fish_use_subcommand -a {verb} -d {shlex.quote(text)}")
             for flag in options[verb]:
                 kind, name = ("-l", flag[2:]) if flag.startswith("--") else ("-s", flag[1:])
                 print(f"complete -c drivetrain -n '__fish_seen_subcommand_from {verb}' {kind} {name}")
