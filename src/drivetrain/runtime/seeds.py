@@ -191,21 +191,21 @@ def held_normal() -> float | None:
 def _normal_memory() -> int | None:
     """Return where numpy's generator keeps a normal, and before it whether there is one; None where that cannot be found."""
     module = sys.modules["numpy.random"]
-    probe, shared = module.RandomState(0), module.mtrand._rand
+    # The generator behind the module's functions, which hold it for as long as there is the module.
+    probe, shared = module.RandomState(0), getattr(module.standard_normal, "__self__", None)
     probe.standard_normal()
+    if sys.implementation.name != "cpython" or type(shared) is not type(probe):
+        return None
     at = _find(probe, struct.pack(_NORMAL, True, probe.get_state(legacy=False)["gauss"]))
     probe.standard_normal()
-    if at is None or type(shared) is not type(probe) or _find(probe, struct.pack("@i", False), at) != at:
+    if at < 0 or _find(probe, struct.pack("@i", False), at) != at:
         return None
     return id(shared) + at
 
 
-def _find(owner: object, content: bytes, start: int = 0) -> int | None:
-    """Return where the memory of an object of a compiled class holds these bytes."""
-    if sys.implementation.name != "cpython":
-        return None
-    at = ctypes.string_at(id(owner), type(owner).__basicsize__).find(content, start)
-    return None if at < 0 else at
+def _find(owner: object, content: bytes, start: int = 0) -> int:
+    """Return where the memory of an object of a compiled class holds these bytes, -1 if nowhere."""
+    return ctypes.string_at(id(owner), type(owner).__basicsize__).find(content, start)
 
 
 def _is_now(name: str, saved: StateDict, held: object) -> bool:
@@ -236,11 +236,11 @@ def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) ->
         set_random_state(random, state["python"])
     torch.set_rng_state(state["torch"].cpu())
     if "numpy" in state:
-        import numpy as np
+        import numpy.random as np_random
 
         saved = state["numpy"]
         if not _is_now("numpy", saved, _numpy_memory()):
-            np.random.set_state(
+            np_random.set_state(
                 {
                     "bit_generator": saved["generator"],
                     "state": {"key": saved["words"].cpu().numpy().astype("uint32"), "pos": saved["position"]},
