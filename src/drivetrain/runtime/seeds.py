@@ -186,10 +186,9 @@ def _normal_memory() -> int | None:
     """Return where numpy's generator keeps a normal, and before it whether there is one; None where that cannot be found."""
     module = sys.modules["numpy.random"]
     # The generator behind the module's functions, which hold it for as long as there is the module.
-    shared: Any = getattr(module.standard_normal, "__self__", None)
-    probe: Any = module.RandomState(0)
+    shared, probe = getattr(module.standard_normal, "__self__", None), module.RandomState(0)
     probe.standard_normal()
-    if sys.implementation.name != "cpython" or type(shared) is not type(probe):
+    if sys.implementation.name != "cpython" or type(shared) is not module.RandomState:
         return None
     at = _find(probe, struct.pack(_NORMAL, True, probe.get_state(legacy=False)["gauss"]))
     probe.standard_normal()

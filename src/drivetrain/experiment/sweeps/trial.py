@@ -59,8 +59,9 @@ class Trial:
         found = list(self.values.values()) if self.values else [] if self.value is None else [self.value]
         return [] if any(math.isnan(value) for value in found) else found
 
-    def begin(self, sweep_folder: Path) -> None:
+    def begin(self, sweep_folder: Path, secrets: Collection[str] = ()) -> None:
         """Count a new attempt; the first retry continues from the trial's checkpoint, a further one begins from nothing."""
+        self.secrets = secrets
         self.attempts += 1
         self.status, self.reported, self.began = RUNNING, None, time.monotonic()
         if self.run_dir is None or self.attempts > 2:
