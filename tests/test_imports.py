@@ -111,3 +111,15 @@ def test_a_torch_without_distributed_is_named_when_the_trainer_is_imported():
     program = "import torch.distributed\ntorch.distributed.is_available = lambda: False\nimport drivetrain.trainer"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "has no torch.distributed, which Drivetrain needs" in done.stderr.splitlines()[-1]
+
+
+def test_random_states_with_numpys_part_are_restored_before_numpy_random_is_imported():
+    program = """
+import sys, torch
+from drivetrain.runtime import seeds
+assert "numpy.random" not in sys.modules
+numpy = {"generator": "MT19937", "words": torch.ones(624), "position": 3, "has_gauss": 0, "gauss": 0.0}
+seeds.restore_rng({**seeds.capture_rng(), "numpy": numpy})
+assert seeds.capture_rng()["numpy"]["position"] == 3
+"""
+    subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)

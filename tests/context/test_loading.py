@@ -429,3 +429,35 @@ def test_a_loaded_state_is_released_without_a_garbage_collection():
         assert released() is None
     finally:
         gc.enable()
+
+
+class Rows:
+    """Yields rows and has a state, but is not a loader: asking for its state begins nothing."""
+
+    def __init__(self, position):
+        self.position = position
+
+    def __getitem__(self, index):
+        return index
+
+    def __iter__(self):
+        return iter(range(3))
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class Picky(Rows):
+    def load_state_dict(self, state):
+        raise ValueError("too old")
+
+
+def test_data_that_has_loaded_its_state_gets_its_own_again_where_another_item_fails():
+    state = Context(rows=Rows(5), picky=Picky(5)).state_dict()
+    ctx = Context(rows=Rows(1), picky=Picky(1))
+    with pytest.raises(StateError, match="too old"):
+        ctx.load_state_dict(state)
+    assert ctx.rows.position == 1

@@ -10,6 +10,7 @@ from torch import nn
 
 from drivetrain.context import Context
 from drivetrain.core.errors import StateError
+from drivetrain.optim import DecoupledAdamW, Lookahead
 
 
 def make(order=lambda parameters: parameters, groups=None, dtype=torch.float32, **settings):
@@ -230,3 +231,36 @@ def test_one_optimizer_over_two_modules_and_a_free_parameter():
     assert names == ["two.weight", "two.bias", "scale", "one.weight", "one.bias"]
     live.load_state_dict(through_file(source.state_dict()))
     assert torch.equal(advance(source), advance(live))
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+        lambda p: Lookahead(torch.optim.AdamW(p, lr=0.1, fused=True), k=2),
+        lambda p: DecoupledAdamW(p, lr=0.1, fused=True),
+    ],
+)
+@pytest.mark.parametrize(
+    "formats", [(torch.channels_last, torch.contiguous_format), (torch.contiguous_format, torch.channels_last)]
+)
+def test_a_state_continues_in_a_model_of_another_memory_format(make_optimizer, formats):
+    """A fused kernel walks through parameter, gradient and state in one order."""
+    contexts = []
+    for memory_format in formats:
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 4, 3).to(memory_format=memory_format)
+        contexts.append(Context(model=model, optimizer=make_optimizer(model.parameters())))
+
+    def run_steps(ctx, times):
+        for step in range(times):
+            for p in ctx.model.parameters():
+                p.grad = torch.sin(p.detach() * 7 + step)
+            ctx.optimizer.step()
+
+    source, live = contexts
+    run_steps(source, 3)
+    live.load_state_dict(through_file(source.state_dict()))
+    for ctx in contexts:
+        run_steps(ctx, 2)
+    assert torch.equal(live.model.weight, source.model.weight)

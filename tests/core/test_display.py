@@ -158,3 +158,25 @@ def test_characters_that_the_output_lacks_are_printed_as_escapes(monkeypatch):
     assert raw.getvalue() == b"runs/\\xe9t\\xe9\n"
     monkeypatch.setattr("sys.stdout", None)
     print_if_possible("nobody reads this")
+
+
+@pytest.mark.parametrize("encoding", ["cp437", "cp1252", "iso8859-2"])
+def test_code_pages_print_what_they_lack_as_escapes(encoding):
+    """Python's error calls each of them "charmap", which is not the code page."""
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding, newline="")
+    print_if_possible("\x81 \u2713", file=stream, flush=True)
+    assert raw.getvalue().decode(encoding) in (r"\x81 \u2713" + "\n", "\x81 " + r"\u2713" + "\n")
+
+
+def test_a_disk_that_is_full_when_an_escape_is_printed_ends_no_process(monkeypatch):
+    class Full(io.StringIO):
+        encoding = "ascii"
+
+        def write(self, text):
+            text.encode("ascii")
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SafeOutput, "lost", set())
+    print_if_possible("\u2713", file=Full())
+    assert SafeOutput.lost

@@ -396,3 +396,23 @@ def test_sparse_gradients_are_clipped_like_dense_ones(clip):
     norms = [clip(table.parameters(), 0.1) for table in tables]
     torch.testing.assert_close(tables[0].weight.grad.to_dense(), tables[1].weight.grad)
     assert clip is clip_grad_value_ or norms[0] == pytest.approx(float(norms[1]))
+
+
+def test_a_state_sets_only_numbers_that_the_optimizer_has():
+    class Counting(torch.optim.SGD):
+        count = 0
+
+        def step(self, closure=None):
+            self.count += 1
+            return super().step(closure)
+
+    def make():
+        return Stepper(Counting([nn.Parameter(torch.ones(1))], lr=0.1), AccumulationWindow())
+
+    source, live = make(), make()
+    source.optimizer.step()
+    state = source.state_dict()
+    assert state["optimizer"] == {"count": 1}
+    live.load_state_dict({**state, "optimizer": {"count": 1, "step": 5, "unknown": 2, "defaults": 3}})
+    assert live.optimizer.count == 1 and callable(live.optimizer.step) and isinstance(live.optimizer.defaults, dict)
+    assert not hasattr(live.optimizer, "unknown")

@@ -636,7 +636,7 @@ def test_a_state_in_torchs_distributed_form_continues_bit_for_bit(name, flat):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_where_gradients_are_in_memory_changes_no_bit(name):
-    """DDP keeps gradients in buckets, which it divides anew after the first step of each process."""
+    """DDP keeps gradients in buckets, which it divides again after the first step of each process."""
 
     def weights(place):
         model = net()

@@ -160,7 +160,7 @@ def test_impossible_launch_is_refused_before_a_process_starts(arguments, expecte
         launch(os.getpid, **arguments)
 
 
-def test_windows_is_told_before_a_process_starts(monkeypatch):
+def test_on_windows_a_launch_is_rejected_before_a_process_starts(monkeypatch):
     monkeypatch.setattr("sys.platform", "win32")
     with pytest.raises(DistributedError, match="on Linux and macOS only"):
         launch(os.getpid, 2)

@@ -240,6 +240,24 @@ def test_a_failing_evaluation_is_not_numbered_by_training_and_asks_for_its_hook(
     assert "override calculate_eval_batch_loss" in caught.value.__notes__[0]
 
 
+@pytest.mark.parametrize(
+    ("words", "is_of_workers"),
+    [
+        ("It is possible that dataloader's workers are out of shared memory.", True),
+        ("unable to open shared memory object </torch_1> in read-write mode", True),
+        ("out of resource: shared memory, Required: 114688, Hardware limit: 101376.", False),
+    ],
+)
+def test_the_shared_memory_of_a_gpu_is_not_taken_for_that_of_workers(words, is_of_workers):
+    class Fails(nn.Linear):
+        def forward(self, x):
+            raise RuntimeError(words)
+
+    with pytest.raises(RuntimeError) as caught:
+        train(make_trainer(Fails(6, 3)))
+    assert any("--shm-size" in note for note in caught.value.__notes__) is is_of_workers
+
+
 class Unprintable(RuntimeError):
     def __str__(self):
         raise ValueError("no text")

@@ -246,8 +246,8 @@ class Loading:
 
 def _is_foreign_loader(item: object) -> bool:
     """Return whether this is a data loader of the user's. Asked for its state it begins an iteration, which may ignore a loaded one."""
-    is_iterable = isinstance(item, Iterable) and not isinstance(item, Container)
-    return is_iterable and not type(item).__module__.startswith("drivetrain.")
+    is_data = isinstance(item, Container) or hasattr(item, "__getitem__")
+    return isinstance(item, Iterable) and not is_data and not type(item).__module__.startswith("drivetrain.")
 
 
 def _leave_out(item: object, path: str) -> Saved:

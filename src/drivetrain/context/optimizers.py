@@ -127,7 +127,7 @@ def _load(optimizer: Optimizer, saved_state: StateDict, keys: Sequence[object], 
     """Give every parameter its copy of the state and every group its settings, through the optimizer's own method."""
     state: Mapping[object, Mapping[object, object]] = saved_state["state"]
     groups: list[Settings] = saved_state["param_groups"]
-    follows = type(optimizer).__module__.startswith("torch.optim")
+    follows = _follows_parameters(optimizer)
     fresh: dict[object, dict[object, object]] = {}
     for number, (key, parameter) in enumerate(zip(keys, live)):
         if key in state:
@@ -149,6 +149,14 @@ def _load(optimizer: Optimizer, saved_state: StateDict, keys: Sequence[object], 
             for name, value in fresh.get(number, {}).items():
                 if name != "step" and name in state_of:
                     state_of[name] = _with_types_of(value, state_of[name])
+
+
+def _follows_parameters(optimizer: object) -> bool:
+    """Return whether this is an optimizer of torch, a subclass of one or around one: its state has the layout of its parameters."""
+    while (inner := getattr(optimizer, "base_optimizer", None)) is not None:
+        optimizer = inner
+    kinds = [cls for cls in type(optimizer).__mro__ if cls is not Optimizer]
+    return any(cls.__module__.startswith("torch.optim") for cls in kinds)
 
 
 def _settings(saved: Mapping[str, object], live: Mapping[str, object]) -> Settings:

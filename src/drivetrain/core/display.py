@@ -49,9 +49,11 @@ class SafeOutput:
     def write(self, text: str) -> int:
         """Write a text if possible."""
         try:
-            return self._stream.write(text)
-        except UnicodeEncodeError as error:
-            return self.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+            try:
+                return self._stream.write(text)
+            except UnicodeEncodeError:  # which calls every code page "charmap"
+                encoding = getattr(self._stream, "encoding", None) or "ascii"
+                return self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         except (OSError, ValueError) as error:
             return self._drop(error, len(text))
 

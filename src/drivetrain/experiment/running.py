@@ -228,9 +228,10 @@ def _agree_on_start(
     if problem is not None:
         if lock is not None:
             lock.release()
-            with suppress(OSError):  # what is empty was made here, and a name that was given can be used again
-                (agreed.folder / run_folder.ARTIFACTS).rmdir()
-                agreed.folder.rmdir()
+            if agreed.beginning.record is None:  # it was made here: a name that was given can be used again
+                with suppress(OSError):
+                    (agreed.folder / run_folder.ARTIFACTS).rmdir()
+                    agreed.folder.rmdir()
         raise problem
     return agreed, lock
 

@@ -281,7 +281,7 @@ class Stepper:
             kind, live = generator_kind(value), getattr(self.optimizer, name, None)
             if kind is not None and kind is generator_kind(live):
                 kind.restore(live, kind.state(value))
-            else:
+            elif type(value) in (int, float) and type(live) in (int, float):
                 setattr(self.optimizer, name, value)
         if "guard" in state:  # older checkpoints have none
             self.guard.load_state_dict(state["guard"])

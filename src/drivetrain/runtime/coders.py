@@ -149,12 +149,10 @@ def _pack_tensors(value: Tensor, packer: "Packer", path: str) -> dict[str, objec
 
 def _unpack_tensors(content: Content, unpacker: "Unpacker", path: str) -> Tensor:
     cls = unpacker.find_class(content["class"], "tensor")
-    if not issubclass(cls, Tensor):
-        raise StateError(f"a saved tensor names {content['class']}, which is not a tensor.")
+    if not issubclass(cls, Tensor) or not hasattr(cls, "__tensor_unflatten__"):
+        raise StateError(f"a saved tensor names {content['class']}, which is not a tensor made of tensors.")
     whole = unpacker.entries(content, path)
-    made: Tensor = cls.__tensor_unflatten__(  # type: ignore[attr-defined]
-        whole["inner"], whole["context"], whole["size"], whole["stride"]
-    )
+    made: Tensor = cls.__tensor_unflatten__(whole["inner"], whole["context"], whole["size"], whole["stride"])
     return made
 
 

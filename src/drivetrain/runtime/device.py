@@ -131,7 +131,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def copy_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """Copy a tensor of the host to a device. The host waits only where the copy would else not be safe."""
+    """Copy a tensor of the host to a device. The host waits only where the copy would not be safe otherwise."""
     return tensor.to(device, non_blocking=device.type in PINNED)
 
 

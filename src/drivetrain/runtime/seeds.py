@@ -15,7 +15,7 @@ import random
 import struct
 import sys
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -123,9 +123,10 @@ def set_random_state(generator: Any, state: StateDict) -> None:
 
 def capture_rng(device: torch.device | None = None) -> StateDict:
     """Return the state of all shared generators of this process, in plain values and tensors; that of `device`, else the current one."""
-    state: StateDict = {"python": _python_state(), "torch": torch.get_rng_state()}
+    python = _state_of("python", _python_memory(), lambda: random_state(random))
+    state: StateDict = {"python": python, "torch": torch.get_rng_state()}
     if "numpy.random" in sys.modules:  # never imported: never used, and there is nothing to keep
-        state["numpy"] = _numpy_state()
+        state["numpy"] = _state_of("numpy", _numpy_memory(), _numpy_state)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         module = torch.get_device_module(accelerator)
@@ -135,29 +136,22 @@ def capture_rng(device: torch.device | None = None) -> StateDict:
     return state
 
 
-def _python_state() -> StateDict:
-    """Return the state of Python's generator: the last copy of it, at a twentieth of the cost, if nobody has drawn since."""
-    held = _python_memory()
-    if held is None or held != _known.get("python", (None,))[0]:
-        _known["python"] = held, random_state(random)
-    return dict(_known["python"][1])
+def _state_of(name: str, held: object, copy: Callable[[], StateDict]) -> StateDict:
+    """Return the state of a generator: the last copy of it, at a twentieth of the cost, if its memory holds the same as then."""
+    if held is None or held != _known.get(name, (None,))[0]:
+        _known[name] = held, copy()
+    return dict(_known[name][1])
 
 
 def _numpy_state() -> StateDict:
-    """Return the state of numpy's generator, as `_python_state` does."""
-    held = _numpy_memory()
-    if held is not None and held == _known.get("numpy", (None,))[0]:
-        return dict(_known["numpy"][1])
     legacy = sys.modules["numpy.random"].get_state(legacy=False)
-    state: StateDict = {
+    return {
         "generator": legacy["bit_generator"],
         "words": torch.from_numpy(legacy["state"]["key"].astype("int64")),
         "position": int(legacy["state"]["pos"]),
         "has_gauss": int(legacy["has_gauss"]),
         "gauss": float(legacy["gauss"]),
     }
-    _known["numpy"] = held, state
-    return dict(state)
 
 
 def _python_memory() -> object:
@@ -191,21 +185,21 @@ def held_normal() -> float | None:
 def _normal_memory() -> int | None:
     """Return where numpy's generator keeps a normal, and before it whether there is one; None where that cannot be found."""
     module = sys.modules["numpy.random"]
-    probe, shared = module.RandomState(0), module.mtrand._rand
+    # The generator behind the module's functions, which hold it for as long as there is the module.
+    shared, probe = getattr(module.standard_normal, "__self__", None), module.RandomState(0)
     probe.standard_normal()
+    if sys.implementation.name != "cpython" or type(shared) is not module.RandomState:
+        return None
     at = _find(probe, struct.pack(_NORMAL, True, probe.get_state(legacy=False)["gauss"]))
     probe.standard_normal()
-    if at is None or type(shared) is not type(probe) or _find(probe, struct.pack("@i", False), at) != at:
+    if at < 0 or _find(probe, struct.pack("@i", False), at) != at:
         return None
     return id(shared) + at
 
 
-def _find(owner: object, content: bytes, start: int = 0) -> int | None:
-    """Return where the memory of an object of a compiled class holds these bytes."""
-    if sys.implementation.name != "cpython":
-        return None
-    at = ctypes.string_at(id(owner), type(owner).__basicsize__).find(content, start)
-    return None if at < 0 else at
+def _find(owner: object, content: bytes, start: int = 0) -> int:
+    """Return where the memory of an object of a compiled class holds these bytes, -1 if nowhere."""
+    return ctypes.string_at(id(owner), type(owner).__basicsize__).find(content, start)
 
 
 def _is_now(name: str, saved: StateDict, held: object) -> bool:
@@ -236,11 +230,11 @@ def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) ->
         set_random_state(random, state["python"])
     torch.set_rng_state(state["torch"].cpu())
     if "numpy" in state:
-        import numpy as np
+        import numpy.random as np_random
 
         saved = state["numpy"]
         if not _is_now("numpy", saved, _numpy_memory()):
-            np.random.set_state(
+            np_random.set_state(
                 {
                     "bit_generator": saved["generator"],
                     "state": {"key": saved["words"].cpu().numpy().astype("uint32"), "pos": saved["position"]},

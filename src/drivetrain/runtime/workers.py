@@ -139,12 +139,15 @@ def watched_workers(pids: Path) -> Iterator[None]:
 
     def poll(context: MultiprocessContext) -> "RunProcsResult | None":
         results = collect_results(context)
-        workers = context._pc.processes if results is None and context._pc is not None else ()
-        for rank, worker in enumerate(workers):
-            # A worker that returns waits for the others. One that has ended before them sends nothing any more.
-            if worker.exitcode == 0 and rank not in context._return_values and context._ret_vals[rank].empty():
-                context._return_values[rank] = None
-                (pids / str(worker.pid)).unlink(missing_ok=True)
+        with suppress(
+            AttributeError
+        ):  # another version of torch may have other names: the launch then waits, as torch's own does
+            workers = context._pc.processes if results is None and context._pc is not None else ()
+            for rank, worker in enumerate(workers):
+                # A worker that returns waits for the others. One that has ended before them sends nothing any more.
+                if worker.exitcode == 0 and rank not in context._return_values and context._ret_vals[rank].empty():
+                    context._return_values[rank] = None
+                    (pids / str(worker.pid)).unlink(missing_ok=True)
         return results
 
     done = threading.Event()

@@ -208,8 +208,8 @@ def check_dataset(name: str, data: object) -> None:
     if isinstance(data, tuple) and any(hasattr(item, "shape") for item in data):
         kinds = ", ".join(type(item).__name__ for item in data)
         raise ConfigTypeError(
-            f"{name} is a tuple of {kinds}, expected tensors or numpy arrays with a row for each sample. Convert them, or pass a dataset "
-            "that returns one sample: a list of samples has no such limit."
+            f"{name} is a tuple of {kinds}, expected dense tensors or plain numpy arrays with a row for each sample. Convert them, or pass "
+            "a dataset that returns one sample: a list of samples has no such limit."
         )
     if isinstance(data, list | tuple | Dataset) and hasattr(data, "__len__") and not len(data):
         raise ConfigError(f"{name} is empty: it has 0 samples. Check the path or the filter it was made with.")

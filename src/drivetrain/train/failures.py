@@ -55,7 +55,9 @@ _ADVICE = {
     "equal size": "Tensors that are stacked need one shape: pad or crop them; the samples of a batch in a collate_fn.",
     "default_collate: batch must contain": "The default collate_fn takes tensors, arrays, numbers, and dicts or lists of them: convert the "
     "samples in the dataset, or pass a collate_fn.",
-    "shared memory": _SHARED_MEMORY,
+    "shared memory object": _SHARED_MEMORY,
+    "shared memory(shm)": _SHARED_MEMORY,
+    "out of shared memory": _SHARED_MEMORY,  # not just "shared memory": a GPU has its own
     "must be Tensor, not list": "A list of numbers becomes a list of tensors, one for each position: make it a tensor in the dataset. One "
     "of Hugging Face datasets does it after dataset.with_format('torch').",
     "requires closure": "optimizer.needs_closure = True makes the Trainer pass one to step(). It computes the gradients again.",

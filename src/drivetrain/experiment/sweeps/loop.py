@@ -26,6 +26,7 @@ from drivetrain.experiment.sweeps.trial import (
     Journal,
     Trial,
     TrialOutcome,
+    without_secrets,
 )
 
 logger = logging.getLogger("drivetrain")
@@ -88,11 +89,12 @@ class SweepLoop:
             trial = self.waiting.popleft() if self.waiting else self.sampler.ask()
             if trial is None:
                 break
-            params = trial.without_secrets(self.work.experiment.parameters.secrets)
+            secrets = self.work.experiment.parameters.secrets
             if trial.index not in self.trials:
                 self.trials[trial.index] = trial
+                params = without_secrets(trial.params, secrets)
                 self.journal.write(ASKED, index=trial.index, params=params)
-            trial.begin(self.folder)
+            trial.begin(self.folder, secrets)
             self.journal.write("started", index=trial.index, attempts=trial.attempts, run_dir=trial.run_dir)
             self._changed()
             self.running[self.executor.submit(trial)] = trial

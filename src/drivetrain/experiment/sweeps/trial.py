@@ -59,13 +59,9 @@ class Trial:
         found = list(self.values.values()) if self.values else [] if self.value is None else [self.value]
         return [] if any(math.isnan(value) for value in found) else found
 
-    def without_secrets(self, secrets: Collection[str]) -> Settings:
-        """Return the parameters with secrets masked. From now on the trial does not show them either."""
-        self.secrets = secrets
-        return without_secrets(self.params, secrets)
-
-    def begin(self, sweep_folder: Path) -> None:
+    def begin(self, sweep_folder: Path, secrets: Collection[str] = ()) -> None:
         """Count a new attempt; the first retry continues from the trial's checkpoint, a further one begins from nothing."""
+        self.secrets = secrets
         self.attempts += 1
         self.status, self.reported, self.began = RUNNING, None, time.monotonic()
         if self.run_dir is None or self.attempts > 2:

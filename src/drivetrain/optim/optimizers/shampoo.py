@@ -57,9 +57,8 @@ class SOAP(Optimizer):
         state = self.state[parameter]
         assert parameter.grad is not None
         gradient = parameter.grad.flatten(1) if parameter.ndim > 2 else parameter.grad
-        gradient = gradient.clone(
-            memory_format=torch.contiguous_format
-        )  # a bucket of DDP aligns it differently in each run
+        # In a bucket of DDP it is aligned differently in each run, and its products are then rounded differently.
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
         (beta1, beta2), lr = group["betas"], group["lr"]
         if not state:
             self._begin(state, gradient, group)

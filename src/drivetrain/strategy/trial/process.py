@@ -166,10 +166,8 @@ LEFT_ON_HOST = 512 << 20
 
 def serve(pipe: Connection, place: ChildSettings, task: TrainingTask | None = None) -> None:
     """Run as a trial process. A forked one already has its task."""
-    if hasattr(
-        os, "setsid"
-    ):  # a group of its own: its parent can end it with all it started, and the keyboard does not reach it
-        os.setsid()
+    if hasattr(os, "setsid"):
+        os.setsid()  # a group of its own: its parent can end it with everything it started, and the keyboard does not reach it
     end_with_parent()
 
     def run() -> None:
