@@ -136,7 +136,8 @@ class Stepper:
         if everywhere is None and is_whole and window.length == 1:
             total = self._start_sum(items)()
             return loss * as_factor(share_of(items, total, window.world), loss)
-        self._refer_to(items if reference is None else reference)
+        if window.reference is None:
+            self._refer_to(items if reference is None else reference)
         weighted = window.weigh(loss, items, everywhere)
         if window.everywhere is None and self.synchronises and is_last_part and window.world > 1:
             self._total = self._start_sum(window.items)  # known by the end of the backward pass
