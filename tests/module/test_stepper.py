@@ -1,6 +1,7 @@
 """The one way from losses to an update, compared with what torch does on the whole batch at once."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -396,3 +397,16 @@ def test_sparse_gradients_are_clipped_like_dense_ones(clip):
     norms = [clip(table.parameters(), 0.1) for table in tables]
     torch.testing.assert_close(tables[0].weight.grad.to_dense(), tables[1].weight.grad)
     assert clip is clip_grad_value_ or norms[0] == pytest.approx(float(norms[1]))
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("dtypes", [[torch.float32], [torch.bfloat16], [torch.float32, torch.float64]])
+def test_the_norm_of_gradients_is_torchs_to_the_bit(norm_type, dtypes):
+    torch.manual_seed(0)
+    parameters = []
+    for place, size in enumerate((1, 7, 300, 5000)):
+        parameters.append(nn.Parameter(torch.zeros(3, size, dtype=dtypes[place % len(dtypes)])))
+        parameters[-1].grad = torch.randn_like(parameters[-1])
+    expected = nn.utils.get_total_norm([p.grad for p in parameters], norm_type)
+    found = grad_norm(parameters, norm_type)
+    assert torch.equal(found, expected) and found.dtype is expected.dtype
