@@ -1,5 +1,6 @@
 """Tests of how a plugin's methods are found, checked and called."""
 
+import cProfile
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from drivetrain.core.engine import Engine
-from drivetrain.core.errors import ConfigError, ConfigTypeError
+from drivetrain.core.errors import ConfigError, ConfigTypeError, EngineError
 from drivetrain.core.event import EVENT_OF_HOOK, SPELLINGS, Event, spellings
 from drivetrain.core.plugin import Algorithm, Callback, placeholder
 
@@ -402,6 +403,41 @@ def test_watching_and_private_fields_are_free():
     for _ in range(300):  # version counters and other numbers grow past Python's small integers
         engine.state.batch["x"].add_(0)
         engine.fire(Event.BATCH_END)
+
+
+def test_a_module_or_parameter_that_a_callback_exchanges_is_noticed():
+    for exchange in (
+        lambda model: model.add_module("more", torch.nn.Linear(2, 1)),
+        lambda model: setattr(model, "0", torch.nn.Linear(2, 1)),
+        lambda model: model[0].register_parameter("scale", torch.nn.Parameter(torch.ones(1))),
+    ):
+        state = make_state()
+        state.model = torch.nn.Sequential(torch.nn.Linear(2, 1))
+        add_in_place(state.model[0].weight)
+        actions = [exchange, lambda model: None]
+        engine = Engine(state, plugins=[watcher(lambda state, todo=actions: todo.pop()(state.model))], strict=True)
+        engine.fire(Event.BATCH_END)
+        with pytest.raises(EngineError, match=r"Meddler changed state.model"):
+            engine.fire(Event.BATCH_END)
+
+
+def test_watching_calls_few_functions_for_each_parameter():
+    def calls(layers):
+        state = make_state()
+        state.model = torch.nn.Sequential(*(torch.nn.Linear(2, 1) for _ in range(layers)))
+        engine = Engine(state, plugins=[watcher(lambda state: None)], strict=True)
+        engine.fire(Event.BATCH_END)
+        with cProfile.Profile() as profile:
+            engine.fire(Event.BATCH_END)
+        return sum(entry.callcount for entry in profile.getstats())
+
+    assert calls(40) - calls(20) <= 20 * 5
+
+
+def test_a_watched_plugin_may_ask_for_no_watching():
+    meddler = watcher(ACTIONS["loss"])
+    meddler.is_watched = False
+    Engine(make_state(), plugins=[meddler], strict=True).fire(Event.BATCH_END)
 
 
 def test_algorithms_may_write():

@@ -8,7 +8,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from drivetrain.core.errors import ParameterError, ResumeError
 from drivetrain.data import order as order_module
@@ -253,3 +260,19 @@ def test_a_sampler_without_a_length_is_refused():
         SamplerOrder(iter([1, 2]), 3)
     with pytest.raises(ParameterError, match="batch 1 is empty"):
         BatchOrder([[1], []]).batches(0, 0, 0, RankShare(0, 1, 1, False))
+
+
+@pytest.mark.parametrize(
+    "indices", [[5, 2, 9, 9, -1], range(3, 40, 2), torch.arange(7), torch.arange(4, dtype=torch.int32), [], ["a", "b"]]
+)
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_subset_in_random_order_is_read_at_once_with_torchs_draw(indices, is_own, monkeypatch):
+    def sampler():
+        torch.manual_seed(3)
+        return SubsetRandomSampler(indices, torch.Generator().manual_seed(4) if is_own else None)
+
+    expected, after = [item if isinstance(item, str) else int(item) for item in sampler()], torch.rand(1)
+    if not isinstance(expected[0] if expected else 0, str):
+        monkeypatch.setattr(SubsetRandomSampler, "__iter__", lambda self: pytest.fail("read one by one"))
+    assert list(read_keys(sampler())) == expected
+    assert torch.equal(torch.rand(1), after)

@@ -1,6 +1,7 @@
 """The one way from losses to an update, compared with what torch does on the whole batch at once."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -416,3 +417,16 @@ def test_a_state_sets_only_numbers_that_the_optimizer_has():
     live.load_state_dict({**state, "optimizer": {"count": 1, "step": 5, "unknown": 2, "defaults": 3}})
     assert live.optimizer.count == 1 and callable(live.optimizer.step) and isinstance(live.optimizer.defaults, dict)
     assert not hasattr(live.optimizer, "unknown")
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("dtypes", [[torch.float32], [torch.bfloat16], [torch.float32, torch.float64]])
+def test_the_norm_of_gradients_is_torchs_to_the_bit(norm_type, dtypes):
+    torch.manual_seed(0)
+    parameters = []
+    for place, size in enumerate((1, 7, 300, 5000)):
+        parameters.append(nn.Parameter(torch.zeros(3, size, dtype=dtypes[place % len(dtypes)])))
+        parameters[-1].grad = torch.randn_like(parameters[-1])
+    expected = nn.utils.get_total_norm([p.grad for p in parameters], norm_type)
+    found = grad_norm(parameters, norm_type)
+    assert torch.equal(found, expected) and found.dtype is expected.dtype

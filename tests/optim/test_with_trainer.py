@@ -1,5 +1,7 @@
 """Units driven by the Trainer: windows that end with the epoch, several losses, lengths, manual units, examples."""
 
+import copy
+import cProfile
 import importlib.util
 from pathlib import Path
 
@@ -228,3 +230,29 @@ def test_a_gradient_that_is_not_finite_concerns_its_own_unit_alone(nonfinite):
     assert (optim["encoder"].update_count, optim["encoder"].skipped_steps) == (4 - is_skipped, int(is_skipped))
     assert (optim["decoder"].update_count, optim["decoder"].skipped_steps) == (4, 0)
     assert model.encoder.weight.isnan().any() != is_skipped
+
+
+def test_units_step_without_the_profilers_mark_and_are_judged_by_one_number_each():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Linear(4, 1))
+    hand = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in hand]
+    units = {name: torch.optim.SGD(model[place].parameters(), lr=0.1) for place, name in enumerate(("first", "last"))}
+    trainer = Trainer(model, torch.nn.MSELoss(), units, callbacks=())
+    rows = TensorDataset(torch.arange(8.0).reshape(8, 1), torch.ones(8, 1))
+    hooked = []
+    units["last"].register_step_post_hook(lambda *_: hooked.append(1))
+    with cProfile.Profile() as profile:
+        trainer.train(
+            rows, num_epochs=1, per_device_batch_size=2, train_dataloader_kwargs={"shuffle": False, "num_workers": 0}
+        )
+    calls = {str(entry.code): entry.callcount for entry in profile.getstats()}
+    marks = sum(count for code, count in calls.items() if "_record_function_enter" in code)
+    assert len(hooked) == marks == 4  # only a unit with a hook is stepped through torch's wrapper
+    assert not any("get_total_norm" in code or "nonfinite_flag" in code for code in calls)
+    for x, y in zip(rows.tensors[0].split(2), rows.tensors[1].split(2)):
+        torch.nn.functional.mse_loss(hand(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), hand.parameters()))

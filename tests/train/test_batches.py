@@ -1,14 +1,24 @@
 """How batches meet models."""
 
+import collections
+import cProfile
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain.core.errors import BatchOutputError, DrivetrainWarning
-from drivetrain.train.batches import PairForm, SeveralInputsForm, find_form, num_inputs
+from drivetrain.train.batches import (
+    PairForm,
+    SeveralInputsForm,
+    find_form,
+    join_batch_outputs,
+    num_inputs,
+    slice_rows,
+    split_batch,
+)
 from drivetrain.train.callbacks import TrainerCallback
 from drivetrain.train.trainer import Trainer
 
@@ -189,3 +199,51 @@ def test_a_tuple_with_one_scalar_carries_the_loss_wherever_it_stands():
     assert own_losses(x, lambda outputs, loss: (outputs, loss)) == expected
     with pytest.raises(BatchOutputError, match="or a tuple with one"):
         own_losses(x, lambda outputs, loss: (outputs, loss, loss / 2))
+
+
+NamedPair = collections.namedtuple("NamedPair", "x y")
+ROWS = torch.arange(10.0).reshape(5, 2)
+FORMS = {
+    "tuple": (ROWS, ROWS + 1),
+    "list": [ROWS, {"y": ROWS, "names": list("abcde"), "scale": torch.tensor(2.0)}],
+    "nested": {"x": (ROWS, torch.ones(3)), "none": None, "more": {"y": ROWS}, "empty": ()},
+    "namedtuple": NamedPair(ROWS, [ROWS, 3]),
+    "tuple of so many numbers": (ROWS, (1, 2, 3, 4, 5)),
+    "tuple of so many tensors": (ROWS, ROWS, ROWS, ROWS, ROWS),
+    "ordered": collections.OrderedDict(x=ROWS, y=(ROWS,)),
+    "tensor": ROWS,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_parts_of_a_batch_are_those_that_one_would_cut_out_one_by_one(form):
+    batch = FORMS[form]
+    parts = split_batch(batch, 2)
+    expected = [slice_rows(batch, start, min(start + 2, 5), 5) for start in (0, 2, 4)]
+    assert repr(parts) == repr(expected)
+    assert split_batch(batch, 5)[0] is batch
+
+
+@pytest.mark.parametrize("is_sum", [False, True])
+def test_the_loss_of_a_batch_is_that_of_its_parts_by_weight_and_holds_no_graph(is_sum):
+    losses = [torch.tensor(value, requires_grad=True) * 2 for value in (1.5, 0.25)]
+    outputs = [{"loss": loss, "batch_size": size, "model_outputs": 0} for loss, size in zip(losses, (6, 2))]
+    whole = join_batch_outputs(outputs, is_sum, joins=False)
+    assert whole["loss"].item() == pytest.approx(3.0 * 6 + 0.5 * 2 if is_sum else (3.0 * 6 + 0.5 * 2) / 8)
+    assert whole["loss"].dtype is torch.float32 and not whole["loss"].requires_grad
+    assert (whole["batch_size"], whole["model_outputs"]) == (8, None)
+
+
+def test_a_micro_batch_calls_few_functions_more_than_its_loss_needs():
+    def calls(size):
+        model = nn.Linear(2, 3)
+        trainer = Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 0.1), callbacks=())
+        batches = [(torch.ones(16, 2), torch.zeros(16, dtype=torch.long))] * 40
+        trainer.train(DataLoader(batches[:2], batch_size=None), num_epochs=1, microbatch_size=size)
+        loader = DataLoader(batches, batch_size=None)
+        with cProfile.Profile() as profile:
+            trainer.train(loader, num_epochs=1, microbatch_size=size)
+        return sum(entry.callcount for entry in profile.getstats())
+
+    # 8 parts against 4; about 30 of these calls are of model, loss and backward.
+    assert (calls(2) - calls(4)) / 40 / 4 < 110

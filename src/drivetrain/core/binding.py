@@ -265,11 +265,10 @@ def _parameters(plugin: object, method: str) -> list[inspect.Parameter]:
 #
 # After a plugin that may only watch, the state must be what it was. Two things are compared: which object each field of the state holds,
 # and how often the tensors behind them were written in place. A tensor is recognised by its version counter: this file needs no torch.
+# Nothing is named before something differs.
 
 _COUNTED = ("batch", "outputs", "loss")
 _ABSENT = object()
-Snapshot = dict[tuple[str, str], object]
-"""A value for each field of the state and path inside it."""
 
 # What a name in `writes` covers besides the field of that name.
 _COVERS: Mapping[str, tuple[str, ...]] = {
@@ -286,12 +285,16 @@ def watched(act: Callable[[], object], binding: Binding, state: object) -> Calla
     writes = tuple(getattr(binding.plugin, "writes", ()))
     allowed = {field for name in writes for field in _COVERS.get(name, (name,))}
 
+    parameters = _Parameters()
+
     def call() -> object:
-        fields, versions = _fields(state), dict(_versions(state))
+        fields, versions = vars(state).copy(), _versions(state, parameters)
         result = act()
-        changed = _differing(fields, _fields(state), operator.is_)
-        changed += _differing(versions, dict(_versions(state)), operator.eq)
-        for field, what in changed:
+        now = vars(state)
+        is_same = fields.keys() == now.keys() and all(map(operator.is_, fields.values(), now.values()))
+        if is_same and versions == _versions(state, parameters):
+            return result
+        for field, what in [*_other_fields(fields, now), *_other_versions(state, versions, parameters)]:
             if field not in allowed:
                 raise EngineError(
                     f"{binding.name} changed state.{what} at {binding.event.name}, but callbacks must not "
@@ -302,24 +305,62 @@ def watched(act: Callable[[], object], binding: Binding, state: object) -> Calla
     return call
 
 
-def _fields(state: object) -> Snapshot:
-    return {(name, name): value for name, value in vars(state).items() if not name.startswith("_")}
+def _other_fields(old: Mapping[str, object], new: Mapping[str, object]) -> list[tuple[str, str]]:
+    """Return every public field that came, went or holds another object, as field and path."""
+    names = [name for name in {**old, **new} if not name.startswith("_")]
+    return [(name, name) for name in names if old.get(name, _ABSENT) is not new.get(name, _ABSENT)]
 
 
-def _versions(state: object) -> Iterator[tuple[tuple[str, str], object]]:
-    """Yield the version of every tensor that a watcher could write in place, under its field and its path."""
-    for name in _COUNTED:
-        for path, tensor in _tensors(getattr(state, name, None), name):
-            yield (name, path), tensor._version
-    named_parameters = getattr(getattr(state, "model", None), "named_parameters", None)
-    if named_parameters is not None:
-        for name, parameter in named_parameters():
-            gradient = parameter.grad
-            yield ("model", f"model.{name}"), parameter._version
-            yield ("grads", f"model.{name}.grad"), (id(gradient), None if gradient is None else gradient._version)
+def _versions(state: object, parameters: "_Parameters") -> list[list[object]]:
+    """Return the version of every tensor that a watcher could write in place: of each counted field, of weights and of gradients."""
+    found: list[list[object]] = [[t._version for _, t in _tensors(getattr(state, name, None))] for name in _COUNTED]
+    held = parameters.of(getattr(state, "model", None))
+    grads = [None if p is None else p.grad for p in held]
+    found.append([None if p is None else p._version for p in held])
+    found.append([None if grad is None else (id(grad), grad._version) for grad in grads])
+    return found
 
 
-def _tensors(value: object, path: str) -> Iterator[tuple[str, Any]]:
+def _other_versions(state: Any, old: list[list[object]], parameters: "_Parameters") -> Iterator[tuple[str, str]]:
+    """Yield field and path of every tensor that was written to; of a field with other tensors than before only the field."""
+    new = _versions(state, parameters)
+    for field, was, now in zip((*_COUNTED, "model", "grads"), old, new):
+        if len(was) != len(now):
+            yield field, "model" if field == "grads" else field
+        elif was != now:
+            end = ".grad" if field == "grads" else ""
+            if field in _COUNTED:
+                paths = [path for path, _ in _tensors(getattr(state, field), field)]
+            else:
+                paths = [f"model.{name}{end}" for name in parameters.names(state.model)]
+            yield from ((field, path) for path, one, other in zip(paths, was, now) if one != other)
+
+
+class _Parameters:
+    """The parameters of a model, collected again only when its modules are others."""
+
+    def __init__(self) -> None:
+        self._model: object = None
+        self._held: list[dict[str, Any]] = []
+        self._owners: list[dict[str, Any]] = []
+        self._children: list[object] = []
+
+    def of(self, model: Any) -> list[Any]:
+        """Return the parameters of all modules, with None for those that are not set."""
+        if not hasattr(model, "named_modules"):
+            return []
+        if model is not self._model or [one for held in self._held for one in held.values()] != self._children:
+            self._model, modules = model, list(model.modules())
+            self._held, self._owners = [m._modules for m in modules], [m._parameters for m in modules]
+            self._children = [one for held in self._held for one in held.values()]
+        return [p for owner in self._owners for p in owner.values()]
+
+    def names(self, model: Any) -> list[str]:
+        """Return the names of what `of` returns."""
+        return [f"{path}.{name}".lstrip(".") for path, m in model.named_modules() for name in m._parameters]
+
+
+def _tensors(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(getattr(value, "_version", None), int):
         yield path, value
     elif isinstance(value, Mapping):
@@ -328,8 +369,3 @@ def _tensors(value: object, path: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list | tuple):
         for place, item in enumerate(value):
             yield from _tensors(item, f"{path}[{place}]")
-
-
-def _differing(old: Snapshot, new: Snapshot, same: Callable[[object, object], bool]) -> list[tuple[str, str]]:
-    """Return field and path of every entry that came, went or is not the same."""
-    return [key for key in {**old, **new} if not same(old.get(key, _ABSENT), new.get(key, _ABSENT))]

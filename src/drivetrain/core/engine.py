@@ -261,7 +261,7 @@ class Engine:
         act = binding.act
         if self._timed:
             act = _timed(act, self._measured.setdefault((binding.event, id(binding.plugin)), [0.0, 0.0]))
-        if self.strict and binding.phase != "algorithm":
+        if self.strict and binding.phase != "algorithm" and getattr(binding.plugin, "is_watched", True):
             act = watched(act, binding, self.state)
         return act
 

@@ -71,6 +71,8 @@ class AccumulationWindow:
         assert self.reference is not None
         if items is self.reference or (is_number and items == self.reference):
             return loss if self.length == 1 else loss / self.length
+        if is_number and not isinstance(self.reference, Tensor):
+            return loss * (items / (self.reference * self.length))
         return loss * as_factor(widened(items) / (self.reference * self.length), loss)
 
     def add(self, items: Count, items_everywhere: Count | None) -> None:

@@ -91,13 +91,17 @@ class Stepper:
         self.is_simple = window.is_plain and self.scaler is None and not has_copies
         if self.is_simple:
             window.opens = window.closes = self.synchronises = True
-        self._step = None if self.scaler is not None else unmarked_step(optimizer)
+        self.skip_marks()
         own = getattr(type(optimizer), "zero_grad", None)
         self._clears_as_torch = own is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
         if tests and isinstance(getattr(optimizer, "param_groups", None), list):
             self.guard.prepare(
                 optimizer, self.model, is_exchanged=is_exchanged, is_tested_elsewhere=self.scaler is not None
             )
+
+    def skip_marks(self) -> None:
+        """Step without the profiler's mark from now on, unless a scaler steps."""
+        self._step = None if self.scaler is not None else unmarked_step(self.optimizer)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -136,7 +140,8 @@ class Stepper:
         if everywhere is None and is_whole and window.length == 1:
             total = self._start_sum(items)()
             return loss * as_factor(share_of(items, total, window.world), loss)
-        self._refer_to(items if reference is None else reference)
+        if window.reference is None:
+            self._refer_to(items if reference is None else reference)
         weighted = window.weigh(loss, items, everywhere)
         if window.everywhere is None and self.synchronises and is_last_part and window.world > 1:
             self._total = self._start_sum(window.items)  # known by the end of the backward pass
@@ -212,6 +217,10 @@ class Stepper:
         else:
             self.was_skipped = False
             self._step()
+
+    def step_optimizer(self) -> None:
+        """Step the optimizer and nothing else: its gradients are unscaled and tested."""
+        self.optimizer.step() if self._step is None else self._step()
 
     def step_unless(self, overflow: Tensor) -> None:
         """Step a fused optimizer, which does not change parameters and state if the flag is one."""
@@ -404,6 +413,9 @@ def grad_norm(
     if stages == 1 and not any(is_dtensor(grad) for grad, _ in held):
         grads = [grad for grad, _ in held]
         try:
+            if grads and all(grad.is_cpu and grad.dtype is grads[0].dtype for grad in grads):
+                with torch.no_grad():  # what torch's function does below its sorting, which costs as much
+                    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, norm_type)), norm_type)
             return torch.nn.utils.get_total_norm(grads, norm_type)
         except NotImplementedError:  # a sparse gradient, of an embedding
             return torch.nn.utils.get_total_norm([entries_of(grad) for grad in grads], norm_type)

@@ -10,6 +10,7 @@ optimizers, which take the verdict as a flag on the device.
 """
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -244,15 +245,19 @@ def _verdicts(units: Sequence["OptimScheduler"]) -> list[bool | Tensor]:
 
     The units of a model exchange their flags at once, and the host waits once for all that it reads.
     """
-    flags = {
-        index: nonfinite_flag([unit.last_grad_norm])
-        for index, unit in enumerate(units)
-        if unit.last_grad_norm is not None and unit.is_tested
-    }
+    flags: dict[int, Tensor] = {}
+    verdicts: list[bool | Tensor] = [True] * len(units)
+    for index, unit in enumerate(units):
+        norm = unit.last_grad_norm if unit.is_tested else None
+        if norm is not None and norm.is_cpu and unit.window.world == 1 and not unit.skips_on_device:
+            verdicts[index] = math.isfinite(norm.item())  # on the host already, and nobody else's concern
+        elif norm is not None:
+            flags[index] = nonfinite_flag([norm])
     for sync in {units[index].sync: None for index in flags if units[index].window.world > 1}:
         own = [index for index in flags if units[index].sync is sync]
         flags.update(zip(own, on_any_rank(torch.stack([flags[index] for index in own]), sync.group())))
-    verdicts: list[bool | Tensor] = [flags.get(index, True) for index in range(len(units))]
+    for index, flag in flags.items():
+        verdicts[index] = flag
     read = [index for index in flags if not units[index].skips_on_device]
     if read:
         found = torch.stack([flags[index].to(flags[read[0]].device) for index in read]).tolist()
@@ -268,7 +273,7 @@ def _step(unit: "OptimScheduler", verdict: bool | Tensor, logger: logging.Logger
         return verdict.device.type != "cpu" or not bool(verdict)
     unit.stepper.was_skipped = not verdict
     if verdict:
-        unit.optimizer.step()
+        unit.stepper.step_optimizer()
         unit.count_update()
         return True
     if unit.nonfinite == "raise" and unit.scaler is None:

@@ -117,6 +117,8 @@ class SetStepper(Stepper):
     def prepare(self, *, is_split: bool = False, is_exchanged: bool = False, tests: bool = True) -> None:
         has_long_units = any(unit.window.length > 1 for unit in self.optimizer.values())
         super().prepare(is_split=is_split or has_long_units, is_exchanged=is_exchanged, tests=False)
+        for unit in self.optimizer.values():
+            unit.stepper.skip_marks()
         if tests:  # each unit tests its own gradients
             self.guard.prepare(self.optimizer, self.model, is_exchanged=is_exchanged, is_tested_elsewhere=True)
         self.is_simple = False

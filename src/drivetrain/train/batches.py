@@ -286,12 +286,21 @@ def first_tensor(value: object) -> Tensor | None:
     return next((tensor for tensor in leaves(value, Tensor) if tensor.dim()), None)
 
 
-def split_batch(batch: object, size: int) -> list[object]:
-    """Cut a batch into micro-batches of at most `size` rows; entries without that first dimension go to each."""
-    rows = batch_size_of(None, batch)
-    if rows <= size:
-        return [batch]
-    return [slice_rows(batch, start, min(start + size, rows), rows) for start in range(0, rows, size)]
+def split_batch(batch: object, size: int, rows: int | None = None) -> list[object]:
+    """Cut a batch into micro-batches of at most `size` of its rows; entries without that first dimension go to each."""
+    rows = batch_size_of(None, batch) if rows is None else rows
+    return [batch] if rows <= size else _all_parts(batch, range(0, rows, size), size, rows)
+
+
+def _all_parts(value: Any, starts: range, size: int, rows: int) -> list[object]:
+    """Return `slice_rows` of every part; the usual containers are walked only once for all of them."""
+    kind = type(value)
+    if kind is Tensor and value.dim() and value.shape[0] == rows:
+        return [value[start : start + size] for start in starts]
+    if (kind is dict and value) or (kind in (tuple, list) and 0 < len(value) != rows):
+        columns = zip(*[_all_parts(item, starts, size, rows) for item in (value.values() if kind is dict else value)])
+        return [dict(zip(value, column)) if kind is dict else kind(column) for column in columns]
+    return [slice_rows(value, start, min(start + size, rows), rows) for start in starts]
 
 
 def slice_rows(value: Any, start: int, stop: int, rows: int) -> object:
@@ -343,8 +352,13 @@ def join_batch_outputs(outputs: list[BatchOutput], is_sum: bool, joins: bool) ->
     if "num_items" in outputs[0]:
         weights = [output["num_items"] for output in outputs]
         whole["num_items"] = sum(weights)
-    loss = sum(output["loss"].detach() * weight for output, weight in zip(outputs, weights))
-    whole["loss"] = loss if is_sum else loss * as_factor(share_of(1, sum(weights)), loss)
+    losses, share = [output["loss"].detach() for output in outputs], 1 if is_sum else share_of(1, sum(weights))
+    if losses[0].is_cpu and not isinstance(share, Tensor):  # on the host already: nothing waits
+        total = sum(loss.item() * weight for loss, weight in zip(losses, weights))
+        whole["loss"] = torch.full_like(losses[0], total * share)
+    else:
+        loss = sum(loss * weight for loss, weight in zip(losses, weights))
+        whole["loss"] = loss * as_factor(share, loss)
     if joins:
         names = [name for name in outputs[0] if name not in ("loss", "batch_size", "num_items")]
         whole.update((name, join_outputs([output[name] for output in outputs])) for name in names)

@@ -5,7 +5,7 @@ else. `drivetrain.core.event.Event` draws the same loop with its events.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 from torch import Tensor
@@ -433,14 +433,12 @@ class TrainerLoop(EvaluationLoop):
     def _perform_micro_batches(self, batch: object) -> None:
         """Split one batch, accumulate its gradients, and show plugins the whole batch once, before the last backward."""
         run, state, synchronises = self.run, self.state, self.run.stepper.synchronises
-        parts, outputs, whole = split_batch(batch, run.microbatch_size or 1), [], None
-        rows = batch_size_of(None, batch)
+        rows, outputs, whole = batch_size_of(None, batch), [], None
+        parts = split_batch(batch, run.microbatch_size or 1, rows)
         for index, part in enumerate(parts):
             state.batch, is_last = part, index == len(parts) - 1
             run.part = Part(len(parts), is_last, rows)
-            with ExitStack() as stack:
-                if run.is_ddp and not (synchronises and is_last):
-                    stack.enter_context(self.model.no_sync())
+            with self.model.no_sync() if run.is_ddp and not (synchronises and is_last) else nullcontext():
                 output = self._forward_and_loss(announce=False)
                 outputs.append(output)
                 if is_last:

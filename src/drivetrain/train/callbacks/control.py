@@ -192,6 +192,8 @@ def warnings_as_errors(is_strict: bool) -> Iterator[None]:
 class StrictSteps(TrainerCallback):
     """Raises for a host synchronization inside a step, and for a trainable parameter without a gradient in the first window."""
 
+    is_watched = False  # it watches itself, and only reads
+
     def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         self._steps_seen, self._first_window = 0, True
 
