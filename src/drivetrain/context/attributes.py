@@ -31,7 +31,7 @@ from drivetrain.core.types import Item, Saved, StateDict
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.wrapping import clean_key, inner_attribute, unwrap
 from drivetrain.runtime.codec import pack
-from drivetrain.runtime.coders import generator_kind
+from drivetrain.runtime.coders import PLAIN, generator_kind
 from drivetrain.runtime.collectives import bytes_of
 
 if TYPE_CHECKING:
@@ -141,10 +141,13 @@ def _parts(session: ItemHolder) -> Iterator[tuple[str, Item, tuple[type, ...] | 
     items, seen = session._items(), set[int]()
     for path, owner, only in _owners(items):
         if isinstance(owner, nn.Module):
-            for name, module in unwrap(owner).named_modules():
-                if inner_attribute(module) is None:
-                    where = join_path(path, clean_key(unwrap(owner), name)) if name else path
-                    yield from _with_held(where, module, only, seen, _DEPTH)
+            root = unwrap(owner)
+            named = list(root.named_modules())
+            shells = {name for name, module in named if inner_attribute(module) is not None}
+            for name, module in named:
+                if name not in shells:
+                    where = clean_key(root, name) if shells else name
+                    yield from _with_held(join_path(path, where) if name else path, module, only, seen, _DEPTH)
         elif hasattr(owner, "__dict__") and not isinstance(owner, _NEVER):
             yield from _with_held(path, owner, only, seen, _DEPTH)
 
@@ -174,14 +177,19 @@ def _with_held(
     seen.add(id(part))
     yield path, part, only
     for name, value in vars(part).items() if depth and only is None else ():
-        if name not in _OF_TORCH and _is_of_package(value, part):
+        if type(value) not in PLAIN and name not in _OF_TORCH and _is_of_package(value, part):
             yield from _with_held(join_path(path, name), value, only, seen, depth - 1)
 
 
 def _is_of_package(value: object, part: object) -> bool:
     """Return whether a value is an object with attributes whose class comes from the same package as the part's."""
     cls = type(value)
-    if cls.__module__ == "builtins" or not hasattr(value, "__dict__") or isinstance(value, (*_NEVER, Tensor, Mapping)):
+    if (
+        cls in PLAIN
+        or cls.__module__ == "builtins"
+        or not hasattr(value, "__dict__")
+        or isinstance(value, (*_NEVER, Tensor, Mapping))
+    ):
         return False
     packages = {base.__module__.partition(".")[0] for base in cls.__mro__}
     return cls.__module__.partition(".")[0] == type(part).__module__.partition(".")[0] and not packages & {
@@ -193,8 +201,9 @@ def _is_of_package(value: object, part: object) -> bool:
 def _attributes(part: Item, only: tuple[type, ...] | None) -> Iterator[tuple[str, object]]:
     """Yield names and values of a part's attributes that may be state, and a module's buffers that are not saved."""
     for name, value in vars(part).items():
-        counts = only is None or type(value) in only or generator_kind(value) is not None
-        if counts and name not in _OF_TORCH and not isinstance(value, _NEVER) and not _is_of_package(value, part):
+        if name in _OF_TORCH or (only is not None and type(value) not in only and generator_kind(value) is None):
+            continue
+        if type(value) in PLAIN or not (isinstance(value, _NEVER) or _is_of_package(value, part)):
             yield name, value
     if isinstance(part, nn.Module):
         yield from ((name, part._buffers[name]) for name in part._non_persistent_buffers_set if name in part._buffers)
@@ -206,7 +215,7 @@ class _NotStateError(Exception):
 
 def _digest(value: object) -> str:
     """Return a text that is another one when the value has changed: it begins with `?` for what cannot be saved."""
-    if value is None or type(value) in (bool, int, float, str):
+    if type(value) in PLAIN:
         return f"{type(value).__name__} {value!r}"
     try:
         return f"{type(value).__name__} {pack(value, special=_reject, tensor=_digest_of_tensor)!r}"

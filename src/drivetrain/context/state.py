@@ -268,9 +268,9 @@ class State(Context):
         return self.rank_zero_seed
 
     def _watch(self, trained: Iterable[Tensor] = ()) -> None:
-        """Take down the attributes of new parts, and save what is trained also where no item has it: a function may refer to it."""
+        """Take down the attributes of new parts, and save what is trained outside of the model and the loss: a function may refer to it."""
         self.plain_attributes.watch(self)
-        known = {id(p) for item in (self.model, self.loss_fn) if isinstance(item, nn.Module) for p in item.parameters()}
+        known = set(map(id, self.loss_fn.parameters())) if isinstance(self.loss_fn, nn.Module) else set()
         if apart := [tensor for tensor in trained if id(tensor) not in known]:
             self.trained_apart = apart
 
