@@ -316,3 +316,17 @@ def test_a_checkpoint_without_attributes_loads(tmp_path):
     assert saved.pop("plain_attributes")["model.part"]["n"]["value"] == 3
     other = train(tmp_path / "other", Counts())
     assert other.state.load_state_dict(saved).is_complete
+
+
+def test_a_callback_that_is_gone_is_not_missed(tmp_path):
+    def run(callbacks, epochs):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = Trainer(model, nn.CrossEntropyLoss(), optimizer, callbacks=callbacks)
+        trainer.train(data(), num_epochs=epochs, checkpoint_dir=tmp_path, resume_from="auto")
+
+    counting = Noise()
+    run([counting], 1)
+    assert counting.seen
+    run([], 2)

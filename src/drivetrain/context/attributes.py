@@ -115,6 +115,8 @@ class AttributesKind(Kind):
         places: list[tuple[object, str, object, object]] = []
         for part_path, entries in saved.items():
             part = parts.get(part_path)
+            if part is None and part_path.partition(".")[0] in ("schedulers", "algorithms", "callbacks"):
+                continue  # a run may be continued with other ones
             held = {} if part is None else dict(_attributes(part, None))
             for name, entry in entries.items():
                 if part is None or not (name in held or entry["is_new"]):

@@ -110,9 +110,10 @@ class Stepper:
 
     def parameters_apart(self) -> list[Tensor]:
         """Return what the optimizer trains and the model does not have, such as weights of the loss function."""
-        model, optimizers = self.model, getattr(self.optimizer, "optimizers", None) or [self.optimizer]
+        model, held = self.model, getattr(self.optimizer, "optimizers", None)
+        optimizers = held if isinstance(held, list) else [self.optimizer]
         own = set(map(id, model.parameters())) if isinstance(model, nn.Module) else set()
-        trained = [p for one in optimizers if hasattr(one, "param_groups") for p in served_parameters(one)]
+        trained = [p for one in optimizers if _has_groups(one) for p in served_parameters(one)]
         return [p for p in trained if id(p) not in own]
 
     # A micro-batch.
@@ -323,6 +324,10 @@ class Stepper:
         own = model.named_parameters() if isinstance(model, nn.Module) else ()
         apart = ((f"apart.{index}", p) for index, p in enumerate(self.parameters_apart()))
         return [*((clean_name(name), p) for name, p in own), *apart]
+
+
+def _has_groups(optimizer: object) -> bool:
+    return isinstance(getattr(optimizer, "param_groups", None), list)
 
 
 def _held_by(optimizer: object) -> dict[str, object]:
