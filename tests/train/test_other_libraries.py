@@ -10,7 +10,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from drivetrain import Trainer
-from drivetrain.core.errors import ConfigError, ConfigTypeError, NonFiniteStateError
+from drivetrain.core.errors import ConfigTypeError, NonFiniteStateError
 
 
 def make_data(size=18):
@@ -495,21 +495,3 @@ def test_a_tracker_of_another_library_names_the_recorder_that_writes_to_it():
 
     with pytest.raises(ConfigTypeError, match=r"Recorder\('runs/a', sinks=\('wandb',\)\)"):
         Trainer(make_model(), nn.CrossEntropyLoss(), loggers=[SummaryWriter()])
-
-
-def test_a_loss_with_trained_parameters_is_rejected_on_several_processes(monkeypatch):
-    class Proxies(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.proxies = nn.Parameter(torch.ones(2))
-
-        def forward(self, outputs, targets):
-            return nn.functional.cross_entropy(outputs * self.proxies, targets)
-
-    model, loss = make_model(), Proxies()
-    optimizer = SGD([*model.parameters(), *loss.parameters()], lr=0.1)
-    Trainer(model, loss, optimizer, callbacks=()).train(make_data(), num_epochs=1)
-    assert not torch.equal(loss.proxies, torch.ones(2))
-    monkeypatch.setattr("drivetrain.train.arguments.num_data_ranks", lambda: 2)
-    with pytest.raises(ConfigError, match="Proxies, whose gradients are not averaged over 2 processes"):
-        Trainer(model, loss, optimizer, callbacks=()).train(make_data(), num_epochs=1)

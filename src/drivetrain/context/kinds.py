@@ -106,6 +106,10 @@ class ItemHolder:
         """Return those items that are part of the state."""
         raise NotImplementedError
 
+    def _needs_no_warning(self, path: str) -> None:
+        """Take an item as named already."""
+        self._warned |= {path}
+
     def _own_kind(self, name: str, item: object) -> Kind | None:
         """Return the way a subclass has of saving and restoring the item of that name, or None for the item's own kind."""
         return None

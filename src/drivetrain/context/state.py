@@ -6,13 +6,14 @@ advances; `timestamp` is a picture of it. Randomness of algorithms comes from `r
 name, different on each rank, saved and restored.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from drivetrain.context.attributes import AttributesKind, PlainAttributes
 from drivetrain.context.batch import BatchKey, batch_get, batch_set
 from drivetrain.context.context import Context
 from drivetrain.context.kinds import GeneratorsKind, HeldKind, Kind, PluginsKind
@@ -52,7 +53,12 @@ class State(Context):
             "dataset_resumption"
         ).split()
     )
-    _kinds: ClassVar[dict[str, Kind]] = {"algorithms": _PLUGINS, "callbacks": _PLUGINS, "generators": _GENERATORS}
+    _kinds: ClassVar[dict[str, Kind]] = {
+        "algorithms": _PLUGINS,
+        "callbacks": _PLUGINS,
+        "generators": _GENERATORS,
+        "plain_attributes": AttributesKind(),
+    }
     _holders = frozenset({"model", "loss_fn", "optimizers", "schedulers", "scaler", "train_dataloader"})
 
     window_batches: Item
@@ -61,6 +67,7 @@ class State(Context):
     gradients: Item
     loggers: list[object]
     custom_entries: Item
+    trained_apart: list[Tensor]
     _rank_local: dict[str, Callable[..., object]]
     make_optimizer: Callable[..., torch.optim.Optimizer] | None
     """`make_optimizer(name, groups, **settings)`, installed by the Trainer for algorithms that bring an optimizer."""
@@ -85,6 +92,7 @@ class State(Context):
         self.optimizers, self.schedulers, self.scaler = _as_tuple(optimizers), _as_tuple(schedulers), unset
         self.rank_zero_seed, self.run_name = (rank_zero_seed if seed is None else seed), run_name
         self.clock = Clock()
+        self.plain_attributes = PlainAttributes()
         self.generators: dict[str, torch.Generator] = {}
         self.algorithms: list[Plugin] = []
         self.callbacks: list[object] = []
@@ -258,6 +266,13 @@ class State(Context):
     def _seed(self) -> int:
         self.rank_zero_seed = broadcast_from_master(self.seed)
         return self.rank_zero_seed
+
+    def _watch(self, trained: Iterable[Tensor] = ()) -> None:
+        """Take down the attributes of new parts, and save what is trained outside of the model and the loss: a function may refer to it."""
+        self.plain_attributes.watch(self)
+        known = set(map(id, self.loss_fn.parameters())) if isinstance(self.loss_fn, nn.Module) else set()
+        if apart := [tensor for tensor in trained if id(tensor) not in known]:
+            self.trained_apart = apart
 
     def _own_kind(self, name: str, item: object) -> Kind | None:
         if name in self._holders and (item is None or isinstance(item, list | tuple)):

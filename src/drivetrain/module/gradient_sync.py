@@ -8,7 +8,7 @@ Our own average sends one flat tensor per type and about 25 MB, in the fixed ord
 missing on one rank counts as zero. If it is missing on all ranks it stays missing, as on one process. A sparse one is sent dense.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.module.accumulation import Count
 from drivetrain.module.wrapping import inner_attribute, is_compiled_shell, is_fully_sharded, wrapping_of
+from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.device import PINNED, copy_to, wide_dtype
 from drivetrain.runtime.ranks import data_group, is_distributed, num_data_ranks
 
@@ -51,6 +52,10 @@ class GradientSync:
         """A context for forward and backward in which DDP sends nothing."""
         return nullcontext() if self.ddp is None else self.ddp.no_sync()
 
+    def spare(self, others: Iterable[nn.Parameter]) -> None:
+        """Leave the gradients of these parameters of other modules alone, too."""
+        self.parameters = [*self.model.parameters(), *others]
+
     def reducer_runs(self) -> bool:
         """Return whether DDP averages the gradients of the next backward."""
         return self.ddp is not None and bool(self.ddp.require_backward_grad_sync)
@@ -82,7 +87,14 @@ def set_synchronisation(model: nn.Module, flag: bool) -> None:
 
 
 @torch.no_grad()
-def average_gradients(parameters: Sequence[nn.Parameter], group: Group) -> None:
+def start_alike(tensors: Sequence[Tensor]) -> None:
+    """Give all ranks the values of rank 0, as DDP does for a model."""
+    for tensor, value in zip(tensors, broadcast_from_master([tensor.detach() for tensor in tensors])):
+        tensor.copy_(value)
+
+
+@torch.no_grad()
+def average_gradients(parameters: Sequence[Tensor], group: Group) -> None:
     """Replace each gradient by its mean over the ranks of the group."""
     trained = [p for p in parameters if p.requires_grad]
     if not trained:
@@ -130,8 +142,8 @@ def start_sum_over_ranks(value: Count, device: torch.device | str | None, group:
     return result
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    bucket: list[nn.Parameter] = []
+def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
     size = 0
     for p in parameters:
         full = size + p.numel() * p.element_size() > BUCKET_BYTES

@@ -20,12 +20,12 @@ from drivetrain.core.types import StateDict
 from drivetrain.module.accumulation import AccumulationWindow, Count, as_factor, scale_gradients, share_of
 from drivetrain.module.distributed_tensors import is_dtensor, local_part
 from drivetrain.module.finite import NonFinitePolicy, StepGuard, any_nonfinite, entries_of, on_any_rank
-from drivetrain.module.gradient_sync import GradientSync, start_sum_over_ranks
-from drivetrain.module.optimizers import start_momentum
+from drivetrain.module.gradient_sync import GradientSync, average_gradients, start_sum_over_ranks
+from drivetrain.module.optimizers import served_parameters, start_momentum
 from drivetrain.module.wrapping import clean_name
 from drivetrain.runtime.coders import generator_kind
 from drivetrain.runtime.collectives import broadcast_from_master
-from drivetrain.runtime.ranks import is_distributed
+from drivetrain.runtime.ranks import data_group, is_distributed
 
 
 class Stepper:
@@ -77,6 +77,7 @@ class Stepper:
         self._step: Callable[[], object] | None = None  # of the optimizer, without the profiler's mark
         self._is_normalised = False  # over the window as the caller had planned it, on as many ranks
         self._total: Callable[[], Count] | None = None  # the items of the window on all ranks, on their way
+        self._apart: list[Tensor] = []  # of several ranks, what no wrapper averages
 
     def prepare(self, *, is_split: bool = False, is_exchanged: bool = False, tests: bool = True) -> None:
         """Decide once what depends only on the final optimizer and model.
@@ -92,6 +93,7 @@ class Stepper:
         if self.is_simple:
             window.opens = window.closes = self.synchronises = True
         self.skip_marks()
+        self._apart = self.parameters_apart() if window.world > 1 else []
         own = getattr(type(optimizer), "zero_grad", None)
         self._clears_as_torch = own is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
         if tests and isinstance(getattr(optimizer, "param_groups", None), list):
@@ -109,6 +111,14 @@ class Stepper:
         if self._own is not None:
             return list(self._own)
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def parameters_apart(self) -> list[Tensor]:
+        """Return what the optimizer trains and the model does not have, such as weights of the loss function."""
+        model, held = self.model, getattr(self.optimizer, "optimizers", None)
+        optimizers = held if isinstance(held, list) else [self.optimizer]
+        own = set(map(id, model.parameters())) if isinstance(model, nn.Module) else set()
+        trained = [p for one in optimizers if _has_groups(one) for p in served_parameters(one)]
+        return [p for p in trained if id(p) not in own]
 
     # A micro-batch.
 
@@ -186,6 +196,8 @@ class Stepper:
         if self.is_finished:
             return
         self.is_finished = True
+        if self._apart:
+            average_gradients(self._apart, data_group())
         collect = getattr(self.optimizer, "collect_gradients", None)
         if collect is not None:  # it trains copies of the parameters: clipping, unscaling and the update look at those
             collect()
@@ -316,9 +328,15 @@ class Stepper:
                 if name in sparse:
                     parameter.grad = parameter.grad.to_sparse(sparse[name])
 
-    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+    def _named_parameters(self) -> list[tuple[str, Tensor]]:
         model = self.model
-        return [(clean_name(name), p) for name, p in model.named_parameters()] if isinstance(model, nn.Module) else []
+        own = model.named_parameters() if isinstance(model, nn.Module) else ()
+        apart = ((f"apart.{index}", p) for index, p in enumerate(self.parameters_apart()))
+        return [*((clean_name(name), p) for name, p in own), *apart]
+
+
+def _has_groups(optimizer: object) -> bool:
+    return isinstance(getattr(optimizer, "param_groups", None), list)
 
 
 def _held_by(optimizer: object) -> dict[str, object]:

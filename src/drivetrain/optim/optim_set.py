@@ -20,6 +20,7 @@ from drivetrain.core.types import Settings, StateDict
 from drivetrain.core.yaml import YamlSource, read_yaml
 from drivetrain.module.gradient_sync import GradientSync
 from drivetrain.module.precision import Scaling
+from drivetrain.module.wrapping import unwrap
 from drivetrain.optim.building import REST, UNCHANGED, all_names
 from drivetrain.optim.config import read_units, to_config
 from drivetrain.optim.passes import Losses, Pass, Weight, finish_units, plan_passes, update_scalers, update_units
@@ -314,7 +315,10 @@ class OptimSet(Mapping[str, OptimScheduler]):
         self._forget_passes()
 
     def rebind(self, model: nn.Module) -> None:
-        """Look all names up again in a wrapped or reshaped model; new parameters only before the first update."""
+        """Look all names up again in a wrapped or reshaped model; new parameters only before the first update.
+
+        A wrapped model concerns only the units of what is inside: others have a module of their own, such as the loss.
+        """
         self._attach(model)
 
     def end_run(self) -> None:
@@ -359,9 +363,12 @@ class OptimSet(Mapping[str, OptimScheduler]):
     def _attach(self, model: nn.Module | None) -> None:
         """Settle who owns which parameter, `_rest_` last, and reject what two units own."""
         taken: dict[int, str] = {}
+        inner = None if model is None else unwrap(model)
+        inside = [unit for unit in self._units.values() if unit.sync.bare is inner] or list(self._units.values())
         for unit in sorted(self._units.values(), key=lambda unit: REST in (unit.updated_modules or ())):
-            if model is not None or REST in (unit.updated_modules or ()):
-                unit.attach(model if model is not None else unit.model, taken)
+            target = model if model is not None and any(unit is one for one in inside) else None
+            if target is not None or REST in (unit.updated_modules or ()):
+                unit.attach(unit.model if target is None else target, taken)
             for name, p in zip(unit.param_names, unit.params):
                 if id(p) in taken:
                     raise ConfigError(
@@ -381,7 +388,11 @@ class OptimSet(Mapping[str, OptimScheduler]):
         self._passes: dict[tuple[str, ...], list[Pass]] = {}
         self._now = []
         self._plan = None
-        self._wrapped = any(sync.ddp is not None for sync in self._syncs())
+        syncs = self._syncs()
+        self._wrapped = any(sync.ddp is not None for sync in syncs)
+        for sync in syncs:  # a backward pass must leave the gradients of other units alone, whatever module they train
+            others = [unit for unit in self._units.values() if unit.sync is not sync]
+            sync.spare(p for unit in others for p in unit.params)
         self._manual_passes = {name: Pass([unit]) for name, unit in self._units.items() if unit.manual}
         self._label_groups()
         self._num_parameters = sum(len(unit.params) for unit in self._units.values())

@@ -186,5 +186,5 @@ class SetStepper(Stepper):
         if state["window"].get("world", self.window.world) != self.window.world:
             self.window.is_plain = False  # what was collected elsewhere has weights, so what is added needs them too
 
-    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+    def _named_parameters(self) -> list[tuple[str, Tensor]]:
         return []  # units save their own gradients

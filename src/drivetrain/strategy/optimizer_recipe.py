@@ -65,7 +65,8 @@ def recipe_of(optimizer: Optimizer, model: nn.Module) -> OptimizerRecipe:
     missing = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in by_id]
     if missing:
         raise ConfigError(
-            f"the optimizer holds {len(missing)} parameters that are not in the model. Apply a plan to one model and its optimizer."
+            f"the optimizer holds {len(missing)} parameters that are not in the model. Apply a plan to one model and its optimizer. "
+            "Weights of a loss can be a part of the model, whose forward returns the loss then."
         )
     layout, defaults = [], optimizer.defaults
     for group in optimizer.param_groups:

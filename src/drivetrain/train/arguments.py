@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, RandomSampler
 
 from drivetrain.context.context import Context
@@ -33,7 +32,6 @@ from drivetrain.core.time import TimeUnit
 from drivetrain.data.columns import find_columns
 from drivetrain.module.optimizers import served_parameters
 from drivetrain.optim.scheduler import OptimScheduler
-from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.train.settings import RunLimits, TrainSettings, check_eval_interval, parse_time
 
 if TYPE_CHECKING:
@@ -312,14 +310,6 @@ def check_optimizer(state: State, strict: bool) -> None:
             f"optimizer={type(optimizer).__name__} holds {len(held)} parameters, but no parameter of the model "
             f"({type(model).__name__}). Was the model copied, or replaced after the optimizer was made?"
         )
-    loss = state.loss_fn
-    if num_data_ranks() > 1 and isinstance(loss, nn.Module) and not isinstance(loss, DistributedDataParallel):
-        apart = held.difference(map(id, model.parameters()))
-        if any(id(p) in apart and p.requires_grad for p in loss.parameters()):
-            raise ConfigError(
-                f"the optimizer trains parameters of loss_func={type(loss).__name__}, whose gradients are not averaged over "
-                f"{num_data_ranks()} processes. Make it a part of the model, whose forward returns the loss then. One process is fine."
-            )
     known = held.union(map(id, model.parameters()))
     if missing:
         shown = ", ".join(missing[:5]) + (" …" if len(missing) > 5 else "")

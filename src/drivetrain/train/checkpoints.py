@@ -218,7 +218,8 @@ def load_checkpoint(
                 )
     load_clean_state_dict(state.model, content["model_state_dict"])
     for name, held in wanted:
-        held[0].load_state_dict(content[f"{name}_state_dict"])
+        load = held[0].load_state_dict if hasattr(held[0], "load_state_dict") else held[0].__dict__.update
+        load(content[f"{name}_state_dict"])
     return content
 
 
@@ -280,7 +281,8 @@ def restore_from(state: State, folder: AnyPath) -> "Restored | None":
 
 def plain_scheduler_state(scheduler: Any) -> StateDict:
     """Return a scheduler's state without functions. They are created again with the scheduler."""
-    return {name: value for name, value in scheduler.state_dict().items() if _is_loadable(value)}
+    state = scheduler.state_dict() if hasattr(scheduler, "state_dict") else getattr(scheduler, "__dict__", {})
+    return {name: value for name, value in state.items() if _is_loadable(value)}
 
 
 def check_entries(custom: Mapping[str, object] | None) -> None:

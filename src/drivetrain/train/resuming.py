@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from drivetrain.context.attributes import merge_attributes
 from drivetrain.context.context import Context
 from drivetrain.context.state import State
 from drivetrain.core.display import printable
@@ -69,6 +70,7 @@ def make_state(
     state.loss_fn, state.device = loss_func, device
     state.optimizers = () if optimizer is None else optimizer if isinstance(optimizer, tuple) else (optimizer,)
     state.schedulers = ()
+    state._watch()
     return state
 
 
@@ -106,6 +108,7 @@ def restore(trainer: "Trainer") -> None:
         if trainer.strategy is None:  # a plan has wrapped the model as its mesh needs it
             state.model = runtime.prepare_model(state.model, **ddp_settings(run, state))
         if run.units is not None:
+            run.units.share(distributed=True)  # also those of a module that is not in DDP
             run.units.rebind(state.model)
         if run.restored_rng is None:
             _reseed_rank(state.seed)
@@ -127,6 +130,7 @@ def fill_state(trainer: "Trainer") -> None:
         "gradients.partial": merge_windows,
         "optimizers.*.partial": partial(merge_windows, counted="weight"),
         "window_batches.memories": merge_memories,
+        "plain_attributes": merge_attributes,
     }
     if settings.resume_from is None:
         state.clock.reset()
@@ -140,9 +144,10 @@ def fill_state(trainer: "Trainer") -> None:
     restores = callable(getattr(type(state.train_dataloader), "load_state_dict", None))
     run.data.replay = None if restores else LoaderReplay(loader)
     if not restores:
-        state._warned = state._warned | {"train_dataloader"}  # the replay is saved instead
+        state._needs_no_warning("train_dataloader")  # the replay is saved instead
     state.epoch_loss = EpochLoss(run.measures, run.evaluation, trainer.logbook, run.data.replay)
     state.gradients = run.stepper
+    state._watch(run.stepper.parameters_apart())
     state.accumulation_steps = settings.gradient_accumulation_steps
     if loaders.length(loader) is not None:
         state.set_dataloader(loader, "train")
@@ -222,7 +227,8 @@ def _add_required_algorithms(find_trainer: "weakref.ref[Trainer]", saved: StateD
 def _load(run: Run, state: State, history: RunHistory, report: Callable[[str], None], source: AnyPath) -> None:
     checkpoints = run.checkpoints
     assert checkpoints is not None
-    given = _settings_of(() if run.units is not None else state.optimizers)  # units set their own rates
+    sets_rates = bool(state.schedulers)
+    given = _settings_of(() if run.units is not None else state.optimizers, sets_rates)  # units set their own rates
     if source in ("auto", "latest"):
         if checkpoints.checkpointer is None:
             raise ConfigError(
@@ -248,14 +254,17 @@ def _load(run: Run, state: State, history: RunHistory, report: Callable[[str], N
         f"Resumed {checkpoints.last}: epoch {clock.epoch + 1}, batch {clock.batch_in_epoch}, {clock.step} updates "
         f"done.{replayed}"
     )
-    _report_replaced(given, _settings_of(state.optimizers), report)
+    _report_replaced(given, _settings_of(state.optimizers, sets_rates), report)
 
 
-def _settings_of(optimizers: Iterable[Optimizer]) -> list[dict[str, float]]:
-    """Return what an edited program may have changed in each parameter group: the rate that a schedule starts from, and the decay."""
+def _settings_of(optimizers: Iterable[Optimizer], sets_rates: bool) -> list[dict[str, float]]:
+    """Return what an edited program may have changed in each parameter group: the rate that a schedule starts from, and the decay.
+
+    A schedule that does not keep the rate that it started from changes the present one: that says nothing.
+    """
     return [  # a rate may be None: some optimizers determine it themselves
         {
-            "lr": float(group.get("initial_lr", group.get("lr")) or 0.0),
+            "lr": float(group.get("initial_lr", None if sets_rates else group.get("lr")) or 0.0),
             "weight_decay": float(group.get("weight_decay") or 0.0),
         }
         for optimizer in optimizers

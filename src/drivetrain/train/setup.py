@@ -27,6 +27,7 @@ from drivetrain.core.types import Settings
 from drivetrain.module.accumulation import AccumulationWindow
 from drivetrain.module.compilation import replays_graphs
 from drivetrain.module.full_state import restore_sharded_state_dict
+from drivetrain.module.gradient_sync import start_alike
 from drivetrain.module.precision import warn_unscaled_float16
 from drivetrain.module.probing import restore_buffers_after
 from drivetrain.module.stepper import Stepper
@@ -189,6 +190,9 @@ def prepare_loop(trainer: "TrainerLoop") -> None:
         metrics.to(trainer.device)
     _log_steps(trainer)
 
+    if num_data_ranks() > 1:  # a loss with weights or buffers is not in DDP
+        buffers = state.loss_fn.buffers() if isinstance(state.loss_fn, nn.Module) else ()
+        start_alike([*run.stepper.parameters_apart(), *buffers])
     prepare_recovery(run, state, engine.plugins, trainer.logbook, trainer.runtime.print)
     reads_gradients = engine.listens(Event.AFTER_TRAIN_BATCH) or engine.listens(Event.BEFORE_STEP)
     run.norm_is_tested = settings.gradient_clip_norm is not None and run.units is None and not reads_gradients
