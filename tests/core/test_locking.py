@@ -265,3 +265,17 @@ def test_an_owner_that_cannot_be_read_is_not_called_dead_because_this_process_re
     lock.release()
     lock.release()
     assert Owner().is_alive() is None
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_an_owner_elsewhere_is_judged_by_the_clock_of_the_file_system(tmp_path, monkeypatch, hours):
+    process, _ = start(tmp_path)
+    elsewhere(tmp_path)
+    path, now = tmp_path / RUN_LOCK, time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3600 * hours)  # this machine's clock, and not that of the files
+    os.utime(path)
+    assert is_locked(tmp_path)
+    os.utime(path, (now + 3600 * hours,) * 2)  # fresh only for this machine
+    assert not is_locked(tmp_path)
+    assert os.listdir(tmp_path) == [RUN_LOCK]
+    end(process)

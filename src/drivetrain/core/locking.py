@@ -2,7 +2,7 @@
 
 The lock is a small file that names its owner: host, process, when that process started. A thread of the owner touches it every few seconds.
 On the same machine the process and its start time decide whether the owner lives. Otherwise (another host, another container) the file is
-watched, and an owner whose heartbeat does not change for `STALE_SECONDS` is dead; times of two machines are not compared.
+watched, and an owner whose heartbeat does not change for `STALE_SECONDS` is dead; clocks of two machines are not compared.
 
 The file of a dead owner is replaced in a way that only one of several processes can do: each tries to create a claim whose name contains
 the dead owner's token, and renames its claim onto the lock. Links, FIFOs and devices in its place are not opened.
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Self
 
 from drivetrain.core.display import printable
-from drivetrain.core.files import open_regular, open_to_read, rename_over
+from drivetrain.core.files import open_regular, open_to_read, rename_over, time_of_files
 
 logger = logging.getLogger(__name__)
 
@@ -167,8 +167,8 @@ def owner_of(folder: Path, name: str = RUN_LOCK) -> Owner | None:
 def is_locked(folder: Path, name: str = RUN_LOCK, *, assume_alive: bool = False) -> bool:
     """Return whether a live process holds the lock of a folder.
 
-    Of an owner on another machine the age of the last heartbeat decides by this machine's clock, unless `assume_alive`: then the lock is
-    watched until the heartbeat changes, or does not for `STALE_SECONDS`.
+    Of an owner on another machine the age of the last heartbeat decides by the clock of the file system, unless `assume_alive`: then the
+    lock is watched until the heartbeat changes, or does not for `STALE_SECONDS`.
     """
     path = folder / name
     try:
@@ -180,7 +180,7 @@ def is_locked(folder: Path, name: str = RUN_LOCK, *, assume_alive: bool = False)
     except OSError:
         return False
     alive = seen.is_alive()
-    return abs(time.time() - seen.beat / 1e9) < 2 * STALE_SECONDS if alive is None else alive
+    return abs(time_of_files(folder) - seen.beat / 1e9) < 2 * STALE_SECONDS if alive is None else alive
 
 
 def lock_held_here(folder: Path, name: str) -> FolderLock | None:

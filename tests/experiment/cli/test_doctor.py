@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import subprocess
 import time
 
 import pytest
@@ -75,6 +76,8 @@ def test_a_restarted_machine_is_named(tmp_path, monkeypatch):
     (folder / "manifest.json").write_text(json.dumps(manifest))
     monkeypatch.setattr(health, "_boot_time", time.time)
     assert "this machine was restarted" in health._cause_without_message(read_run(folder))
+    (folder / "status.json").write_bytes(b"\x00 broken")  # when it lived is not known
+    assert "this machine was restarted" not in health._cause_without_message(read_run(folder))
 
 
 def test_an_interrupted_run_names_the_signal(command, tmp_path):
@@ -146,6 +149,22 @@ def test_the_first_difference_of_two_checkpoints_is_named_and_times_do_not_count
     assert "first difference: state.weight" in _verdict(whole, save("weights", [1.0, 2.5], "a"), 4).found
     assert "first difference: state.note" in _verdict(whole, save("notes", [1.0, 2.0], "b"), 4).found
     assert "no checkpoint to compare" in _verdict(whole, tmp_path / "empty", 4).found
+
+
+def test_the_check_does_not_start_its_processes_as_ranks_of_a_launcher(monkeypatch, tmp_path):
+    from drivetrain.experiment.cli import resume_check
+
+    seen = {}
+
+    def run(command, env, **options):
+        seen.update(env)
+        return subprocess.CompletedProcess(command, 143, "", "")
+
+    monkeypatch.setattr(resume_check.subprocess, "run", run)
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_SIZE", "SLURM_NTASKS", "WORLD_SIZE", "KEPT"):
+        monkeypatch.setenv(name, "2")
+    assert resume_check._start("x.py:y", [], tmp_path, "stop", 4) is None
+    assert set(seen) & {"OMPI_COMM_WORLD_RANK", "PMI_SIZE", "SLURM_NTASKS", "WORLD_SIZE", "KEPT"} == {"KEPT"}
 
 
 @pytest.mark.slow

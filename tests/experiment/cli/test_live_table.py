@@ -4,15 +4,17 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from drivetrain.experiment.cli.output import prints_to_stderr
-from drivetrain.experiment.cli.sweep import draw, read_space, show_progress, state_of, values_of
+from drivetrain.experiment.cli.sweep import draw, read_space, run_sweep, show_progress, state_of, values_of
 from drivetrain.experiment.sweeps.result import SweepResult
 from drivetrain.experiment.sweeps.trial import Trial
 from tests.experiment.test_submitit_executor import slurm  # noqa: F401 (a fixture)
@@ -224,3 +226,20 @@ def test_axes_on_the_command_line_may_have_conditions():
         read_space(train, ["momentum=1,2 if knd=sgd"])
     with pytest.raises(ParameterError, match="'kind' is not understood"):
         read_space(train, ["momentum=1,2 if kind"])
+
+
+def test_sigterm_ends_a_sweep_with_its_results_and_the_way_to_continue(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("drivetrain.experiment.cli.sweep.show_progress", lambda: nullcontext(None))
+    result = SweepResult([], folder=tmp_path / "a sweep")
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def start(on_change):
+        on_change(result)
+        signal.raise_signal(signal.SIGTERM)
+
+    try:
+        assert run_sweep(start, as_json=False) == 143
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "resume '" + str(tmp_path / "a sweep") + "'" in capsys.readouterr().out

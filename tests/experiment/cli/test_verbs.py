@@ -162,3 +162,8 @@ def test_bash_completes_verbs_and_options(command, words, found):
     script += f"COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _drivetrain; echo ${{COMPREPLY[@]}}"
     done = subprocess.run(["bash", "--norc"], input=script, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == found
+
+
+def test_a_parameter_given_to_a_sweep_as_an_option_is_answered_with_its_form(command):
+    status, _, err = command("sweep", "x.py", "lr=1,2", "--output-dir", "o")
+    assert status == 2 and "--output-dir is not a known argument. A parameter" in err and "output_dir=VALUE" in err

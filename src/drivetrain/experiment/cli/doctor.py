@@ -308,7 +308,7 @@ def _cause_without_message(record: RunRecord) -> str:
     heartbeat = float(record.status.get("heartbeat") or 0)
     if (record.manifest.get("host") or {}).get("name") == platform.node():
         booted = _boot_time()
-        if booted > heartbeat:
+        if booted > heartbeat > 0:
             return f"this machine was restarted at {moment(booted)}, after the last heartbeat"
         if kills := memory_kills():
             return f"killed without a message; the kernel has ended {kills} process(es) because memory ran out, perhaps this one"

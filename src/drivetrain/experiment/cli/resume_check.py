@@ -20,6 +20,7 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import Settings
 from drivetrain.experiment.cli.output import Check
 from drivetrain.experiment.cli.targets import find_experiment, find_target
+from drivetrain.experiment.processes import LAUNCH_VARIABLES
 
 LEAST_STEPS = 4
 SECONDS = 600
@@ -101,7 +102,8 @@ def _check_experiment(target: str, num_steps: int, words: list[str]) -> Iterator
 
 def _start(target: str, words: list[str], folder: Path, ending: str, num_steps: int) -> str | None:
     """Run a part of the experiment in its own process; return what went wrong, None if it ended as it should."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    launched = {name for name in os.environ if name in LAUNCH_VARIABLES or name.startswith("SLURM_")}
+    environment = {name: value for name, value in os.environ.items() if name not in launched}
     command = [sys.executable, "-m", "drivetrain.experiment.cli.resume_check", target, str(folder), ending]
     command += [str(num_steps), str(SEED), *words]
     try:

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shlex
+import signal
 import sys
 import threading
 from collections import deque
@@ -160,7 +161,7 @@ def run_sweep(start: "Callable[..., SweepResult]", as_json: bool) -> int:
     """
     seen: deque[SweepResult] = deque(maxlen=1)
     try:
-        with prints_to_stderr() if as_json else show_progress() as show:
+        with _stopping_at_sigterm(), prints_to_stderr() if as_json else show_progress() as show:
 
             def change(result: "SweepResult") -> None:
                 seen.append(result)
@@ -182,6 +183,26 @@ def run_sweep(start: "Callable[..., SweepResult]", as_json: bool) -> int:
         return code if isinstance(code, int) else FAILED
     print_result(result, as_json)
     return 0
+
+
+@contextmanager
+def _stopping_at_sigterm() -> Iterator[None]:
+    """Let SIGTERM end a sweep as Ctrl-C does: with its results and a usable terminal. A trial that trains in this process saves first."""
+    from drivetrain.runtime.signals import StopSignals, exit_status
+
+    def stop(number: int, frame: object) -> None:
+        if StopSignals.active() is None:
+            raise SystemExit(exit_status(number))
+
+    is_main = threading.current_thread() is threading.main_thread()
+    earlier = (
+        signal.signal(signal.SIGTERM, stop) if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else None
+    )
+    try:
+        yield
+    finally:
+        if earlier is not None:
+            signal.signal(signal.SIGTERM, earlier)
 
 
 def resume_line(folder: Path) -> str:

@@ -83,10 +83,11 @@ def _run_verb(words: list[str]) -> int:
     arguments, unknown = build_parser(chosen).parse_known_args(words)
     unknown = arguments.parser.take_late(arguments, unknown)
     if unknown:
-        is_option = unknown[0].startswith("-")
-        problem = (
-            f"is not a known argument{arguments.parser.hint(unknown[0])}" if is_option else "is one argument too many."
-        )
+        is_option, hint = unknown[0].startswith("-"), arguments.parser.hint(unknown[0])
+        if chosen == "sweep" and hint == ".":
+            name = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
+            hint = f". A parameter of the experiment is written {name}=VALUE."
+        problem = f"is not a known argument{hint}" if is_option else "is one argument too many."
         arguments.parser.error(f"{unknown[0]} {problem}")
     from drivetrain.core.errors import DrivetrainError
 
