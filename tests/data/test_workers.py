@@ -1,5 +1,6 @@
 """Worker processes change nothing but the speed: order, random numbers, place, resume."""
 
+import copy
 import gc
 import multiprocessing
 import os
@@ -12,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info
 
 from drivetrain import Trainer
 from drivetrain.callbacks import TrainerCallback
 from drivetrain.data import workers
 from drivetrain.data.loader import SmartDataLoader
-from drivetrain.data.workers import WorkerStart, end_workers, ending_workers
+from drivetrain.data.workers import WorkerStart, contents_mark, end_workers, ending_workers
 from tests.data.test_loader import DATA, Augmented, plain
 
 
@@ -84,6 +85,47 @@ def test_two_live_iterators_share_persistent_workers_without_disturbing_each_oth
     next(iter(loader))
     loader.set_epoch(0)
     assert plain(loader) == expected[0]
+
+
+class Labelled(Dataset):
+    """Labels of one kind of container."""
+
+    def __init__(self, labels):
+        self.labels = labels
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return int(self.labels[index])
+
+
+KINDS = [torch.zeros(4), np.zeros(4), [0] * 4, [0] * 100, {0: 0, 1: 0, 2: 0, 3: 0}]
+
+
+@pytest.mark.parametrize("labels", KINDS, ids=["tensor", "array", "list", "long list", "dict"])
+def test_the_mark_of_a_dataset_changes_with_its_contents_and_with_nothing_else(labels):
+    data = Subset(Labelled(copy.deepcopy(labels)), range(4))
+    before = contents_mark(data)
+    assert [data[index] for index in range(4)] == [0] * 4 and contents_mark(data) == before
+    data.dataset.labels[2] = 1
+    written = contents_mark(data)
+    assert written != before
+    data.dataset.labels = copy.deepcopy(labels)
+    assert contents_mark(data) != written
+    data.dataset = data  # a dataset that refers to itself has an end
+    contents_mark(data)
+
+
+def test_persistent_workers_read_labels_that_were_written_between_epochs():
+    data = Labelled(np.zeros(4))
+    loader = make(data, num_workers=1, persistent_workers=True, batch_size=4)
+    assert [batch.tolist() for batch in loader] == [[0] * 4]
+    kept = loader._pool._inner._iterator
+    assert [batch.tolist() for batch in loader] == [[0] * 4] and loader._pool._inner._iterator is kept
+    data.labels[:] = 1
+    assert [batch.tolist() for batch in loader] == [[1] * 4]
+    loader.close()
 
 
 class Seeds(Dataset):

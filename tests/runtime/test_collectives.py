@@ -146,6 +146,26 @@ def test_rows_of_all_ranks_are_joined_in_order(world4, dtype):
         assert rows.dtype == dtype and torch.equal(rows, expected)
 
 
+def _gather_with_gradient(counts):
+    rank = get_rank()
+    rows = torch.arange(1.0, counts[rank] * 2 + 1).reshape(counts[rank], 2).requires_grad_()
+    everyone = collectives.gather_rows(rows)
+    weight = torch.arange(1.0, sum(counts) + 1).unsqueeze(1)
+    ((rank + 1) * weight * everyone.pow(2)).sum().backward()
+    with torch.no_grad():
+        assert not collectives.gather_rows(rows).requires_grad
+    return rows.detach(), rows.grad
+
+
+def test_gathered_rows_give_back_the_gradients_of_the_losses_of_all_ranks(world4):
+    counts = [2, 0, 3, 1]
+    first = 0
+    for rank, (rows, grad) in enumerate(world4(_gather_with_gradient, counts)):
+        weight = torch.arange(first + 1.0, first + counts[rank] + 1).unsqueeze(1)
+        assert torch.equal(grad, (1 + 2 + 3 + 4) * weight * 2 * rows)
+        first += counts[rank]
+
+
 def _gather_odd_ones():
     rank = get_rank()
     scalars = collectives.gather_rows(torch.tensor(float(rank)))

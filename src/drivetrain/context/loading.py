@@ -204,7 +204,8 @@ class Loading:
         """Let objects load themselves; return how to undo it. If one raises in strict mode, all are restored."""
         done: list[_SelfLoad] = []
         errors: list[Exception] = []
-        for load in self._self_loads:
+        # Loaders come last: the data that a position is checked against may be an item that loads itself, such as a replay buffer.
+        for load in sorted(self._self_loads, key=lambda load: isinstance(load.item, torch.utils.data.DataLoader)):
             before = None
             if not _is_foreign_loader(load.item):
                 state = pack(load.item.state_dict(), special=_leave_out, tensor=lambda tensor: tensor.detach().clone())

@@ -341,8 +341,8 @@ class _Parameters:
 
     def __init__(self) -> None:
         self._model: object = None
-        self._held: list[dict[str, Any]] = []
-        self._owners: list[dict[str, Any]] = []
+        self._held: list[dict[str, object]] = []
+        self._owners: list[dict[str, object]] = []
         self._children: list[object] = []
 
     def of(self, model: Any) -> list[Any]:

@@ -30,6 +30,7 @@ from drivetrain.data.order import (
     load_sampler_state,
     num_sliced_batches,
     sampler_state,
+    set_sampler_epoch,
 )
 from drivetrain.data.prefetch import bar_is_wanted, pin, to_device, with_bar
 from drivetrain.data.randomness import RngMode, generator_states, held_generators, set_generators
@@ -369,6 +370,7 @@ class SmartDataLoader(DataLoader[T_co]):
             )
         if checked.get("sampler") is not None and self._order is not None:
             load_sampler_state(self._order, checked["sampler"])
+        set_sampler_epoch(getattr(self._order, "sampler", None), checked["epoch"])
         generators = unpack(checked.get("generators", {"now": {}, "start": None}))
         set_generators(held_generators(self, "dataset"), generators["now"])
         self._seed, self._seed_agrees = checked["seed"], True
@@ -399,6 +401,7 @@ class SmartDataLoader(DataLoader[T_co]):
             self._order.batches(self._seed, last.epoch, last.start, self._share())
         if last.started or last.epoch != epoch:
             self._cursor = Cursor(epoch)
+        set_sampler_epoch(getattr(self._order, "sampler", None), epoch)
 
     @property
     def device(self) -> torch.device:

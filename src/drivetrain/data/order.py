@@ -286,15 +286,20 @@ def dealt_batches(lists: list[list[object]], epoch: int, position: int, rank: in
     return deal()
 
 
+def set_sampler_epoch(sampler: object, epoch: int) -> None:
+    """Pass the number of the epoch to a sampler and those it wraps: the length of its stream may depend on it."""
+    for part in _parts(sampler):
+        if callable(getattr(part, "set_epoch", None)):
+            part.set_epoch(epoch)
+
+
 def draw_stream(sampler: Iterable[T], seed: int, epoch: int, read: Callable[[Iterable[T]], Keys]) -> Keys:
     """Return the whole stream of a sampler for one epoch, as `read` collects it.
 
     A sampler that draws from the shared generators gets them seeded for the epoch, and they are restored: the same epoch has
     the same stream after a resume, and the caller's numbers are not disturbed.
     """
-    for part in _parts(sampler):
-        if callable(getattr(part, "set_epoch", None)):
-            part.set_epoch(epoch)
+    set_sampler_epoch(sampler, epoch)
     with SeededGenerators(derive_seed(seed, "sampler", epoch)):
         return read(sampler)
 

@@ -14,11 +14,13 @@ import signal
 import threading
 import time
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -228,13 +230,39 @@ class _JobSampler:
             yield job
 
 
+def contents_mark(value: object, depth: int = 4) -> object:
+    """Return what differs after the contents of a dataset were replaced, appended to or written to.
+
+    It covers the attributes of a dataset and of those it wraps: tensors, numpy arrays of up to 64 MiB, containers, plain values.
+    """
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return value
+    if isinstance(value, Tensor):
+        return id(value), None if value.is_inference() else value._version, value.shape
+    if isinstance(value, np.ndarray):
+        is_read = value.nbytes <= 1 << 26 and not value.dtype.hasobject
+        return id(value), value.shape, zlib.crc32(value.tobytes()) if is_read else None
+    if isinstance(value, list | tuple | dict | deque):
+        items = (*value, *value.values()) if isinstance(value, dict) else tuple(value)
+        if depth and len(items) <= 64:
+            return id(value), tuple(contents_mark(item, depth - 1) for item in items)
+        try:
+            return len(items), hash(items)
+        except Exception:  # an unhashable entry
+            return len(items), hash(tuple(map(id, items)))
+    if depth and hasattr(value, "__dict__") and not isinstance(value, type | ModuleType):
+        return id(value), tuple((name, contents_mark(item, depth - 1)) for name, item in vars(value).items())
+    return id(value)
+
+
 class WorkerPool:
-    """Worker processes that answer jobs; with `persistent_workers` the same ones for every epoch."""
+    """Worker processes that answer jobs; with `persistent_workers` the same ones for every epoch in which the dataset stays as it is."""
 
     def __init__(self, side: WorkerSide, options: Settings, is_hidden: bool = False):
         self._side, self._options, self._is_hidden = side, options, is_hidden
         self._sampler = _JobSampler()
         self._busy = False
+        self._mark: object = None  # of the copy of the dataset that persistent workers hold
         self._inner: DataLoader[object] = DataLoader(
             side,
             batch_size=None,
@@ -250,6 +278,9 @@ class WorkerPool:
             options = {**self._options, "persistent_workers": False}
             yield from WorkerPool(self._side, options, self._is_hidden).run(jobs, base_seed)
             return
+        if self._inner.persistent_workers and self._mark != (mark := contents_mark(self._side.dataset)):
+            self.close()
+            self._mark = mark
         self._busy = True
         iterator = None
         try:

@@ -2,11 +2,13 @@
 
 The wrapper forwards unknown attributes to the model: reading `model.config` and setting `model.temperature` work as before. What
 DDP itself defines (`device`, `logger`, `module`...) is DDP's. A method called through the wrapper runs on the inner module, so
-gradients are synchronised only when the wrapper itself is called.
+DDP synchronises gradients only when the wrapper itself is called; `averaging_missed` does it for the Trainer's other steps.
 """
 
 import inspect
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.core.errors import DistributedError, UnsupportedMethodError, unknown_name
 from drivetrain.core.plain import plain_text
+from drivetrain.module.gradient_sync import average_gradients
 from drivetrain.module.wrapping import is_compiled_shell, is_fully_sharded
 from drivetrain.runtime.ranks import data_group, get_rank, require_group
 
@@ -29,6 +32,8 @@ class TransparentDDP(DistributedDataParallel):
         self.__dict__["_own_names"] = frozenset(self.__dict__)  # from here on, other names may be the model's
 
     def _pre_forward(self, *inputs: object, **kwargs: object) -> object:
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.__dict__["_is_reducing"] = True
         try:
             return super()._pre_forward(*inputs, **kwargs)
         except RuntimeError as error:
@@ -68,6 +73,30 @@ def check_reduced(model: object) -> None:
             ddp.reducer._check_reducer_finalized()
         except RuntimeError as error:
             raise DistributedError(_explain_unused(ddp, str(error))) from error
+
+
+@contextmanager
+def averaging_missed(model: object, *, watches_backward: bool) -> Iterator[None]:
+    """Average the gradients of a closing window afterwards if DDP had no chance to: ranks would train different weights.
+
+    Its reducer runs if a forward pass of the wrapper prepared it, which a step that calls the model itself (`get_model()`,
+    `functional_call`) does not, and if a backward pass reaches the parameters, which a user's own need not (`watches_backward`).
+    """
+    if not isinstance(model, TransparentDDP):
+        yield
+        return
+    fields = model.__dict__
+    reached: list[torch.Tensor] = []
+    fields["_is_reducing"] = False
+    trained = next((p for p in model.module.parameters() if p.requires_grad), None) if watches_backward else None
+    watch = None if trained is None else trained.register_post_accumulate_grad_hook(reached.append)
+    try:
+        yield
+    finally:
+        if watch is not None:
+            watch.remove()
+    if not fields["_is_reducing"] or (watch is not None and not reached):
+        average_gradients(list(model.module.parameters()), model.process_group)
 
 
 def _explain_unused(model: DistributedDataParallel, text: str) -> str:

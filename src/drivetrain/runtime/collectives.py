@@ -15,11 +15,12 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from drivetrain.core.errors import CheckpointError, DistributedError
 from drivetrain.core.types import StateDict
 from drivetrain.runtime.codec import JsonPacker, JsonUnpacker
-from drivetrain.runtime.ranks import data_group, get_rank, is_distributed
+from drivetrain.runtime.ranks import data_group, data_rank, get_rank, is_distributed
 
 CPU_BACKENDS = {"gloo", "fake", "threaded", "mpi"}
 
@@ -135,12 +136,39 @@ def gather_rows(tensor: Tensor) -> Tensor:
     """Return the rows of all data ranks, in rank order, on every rank. The numbers of rows may differ.
 
     An empty tensor without further dimensions fits rows of any shape, so that a rank without results need not know
-    theirs.
+    theirs. Gradients flow back: those of all ranks' losses are added up, so that with gradients averaged over the ranks a loss over all
+    rows gives each rank its part of the gradient of that loss. All ranks must run the backward pass.
     """
+    if is_distributed() and tensor.requires_grad and torch.is_grad_enabled():
+        return _GatherRows.apply(tensor)
+    return _gather(tensor)[0]
+
+
+class _GatherRows(torch.autograd.Function):
+    """`gather_rows` with a gradient."""
+
+    @staticmethod
+    def forward(ctx: object, tensor: Tensor) -> Tensor:
+        rows, counts = _gather(tensor)
+        rank = data_rank()
+        vars(ctx).update(own=slice(sum(counts[:rank]), sum(counts[: rank + 1])), shape=tensor.shape)
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        group, device = _carrier(gradient.device, data_group())
+        total = gradient.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total[vars(ctx)["own"]].reshape(vars(ctx)["shape"]).to(gradient.device)
+
+
+def _gather(tensor: Tensor) -> tuple[Tensor, list[int]]:
+    """Return the rows of all data ranks, and how many come from each."""
     rows = tensor.detach().to_dense()  # one rank with a sparse tensor must not leave the others waiting
     rows = rows.unsqueeze(0) if rows.ndim == 0 else rows
     if not is_distributed():
-        return rows
+        return rows, [len(rows)]
     group = data_group()
     kinds = gather_objects((tuple(rows.shape), str(rows.dtype)), group or control_group())
     filled = {(shape[1:], dtype) for shape, dtype in kinds if shape != (0,)}
@@ -150,19 +178,20 @@ def gather_rows(tensor: Tensor) -> Tensor:
             f"gather_rows needs the same row shape and dtype on every rank; only the number of rows may differ. "
             f"Got {listing}."
         )
+    counts = [shape[0] for shape, _ in kinds]
     if not filled:
-        return rows
+        return rows, counts
     row_shape, name = filled.pop()
     dtype = getattr(torch, name.removeprefix("torch."))
-    longest = max(shape[0] for shape, _ in kinds)
+    longest = max(counts)
     group, device = _carrier(rows.device, group)
     padded = torch.zeros((longest, *row_shape), dtype=dtype, device=device)
     padded[: rows.shape[0]] = rows.reshape(rows.shape[0], *row_shape)
     as_bytes = bytes_of(padded)
     received = [torch.empty_like(as_bytes) for _ in kinds]
     dist.all_gather(received, as_bytes, group=group)
-    parts = [part.view(dtype).reshape(padded.shape)[: shape[0]] for part, (shape, _) in zip(received, kinds)]
-    return torch.cat(parts).to(rows.device)
+    parts = [part.view(dtype).reshape(padded.shape)[:count] for part, count in zip(received, counts)]
+    return torch.cat(parts).to(rows.device), counts
 
 
 _Group: TypeAlias = "dist.ProcessGroup | None"

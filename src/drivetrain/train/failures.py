@@ -61,7 +61,8 @@ _ADVICE = {
     "must be Tensor, not list": "A list of numbers becomes a list of tensors, one for each position: make it a tensor in the dataset. One "
     "of Hugging Face datasets does it after dataset.with_format('torch').",
     "requires closure": "optimizer.needs_closure = True makes the Trainer pass one to step(). It computes the gradients again.",
-    "does not have a grad_fn": "If the optimizer differentiates gradients, override backward_step(self, loss) with "
+    "does not have a grad_fn": "Evaluations and predictions compute no gradients: a hook that needs them writes `with "
+    "torch.enable_grad():`. If the optimizer differentiates gradients, override backward_step(self, loss) with "
     "loss.backward(create_graph=True).",
 }
 """What to do about mistakes that torch describes in these words."""

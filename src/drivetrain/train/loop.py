@@ -5,7 +5,7 @@ else. `drivetrain.core.event.Event` draws the same loop with its events.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from drivetrain.core.containers import with_attributes
 from drivetrain.core.errors import StopTrainingError, TrainingStopped
 from drivetrain.core.event import Event
 from drivetrain.module.accumulation import Count
-from drivetrain.module.ddp import check_reduced
+from drivetrain.module.ddp import averaging_missed, check_reduced
 from drivetrain.runtime.signals import SAVE_SIGNAL
 from drivetrain.runtime.workers import report_failure
 from drivetrain.train import loaders, resuming, setup
@@ -175,6 +175,8 @@ class TrainerLoop(EvaluationLoop):
         run, clock = self.run, self.state.clock
         run.agreement.call(self.train_epoch_start)
         run.fire.epoch_start()
+        if clock.batch_in_epoch == 0:
+            setup.read_epoch_length(run.data)
         ended = self._resume_inside_epoch()
         if run.good is not None:
             run.good.begin()
@@ -259,11 +261,17 @@ class TrainerLoop(EvaluationLoop):
         elif run.is_ddp and not run.stepper.synchronises:
             with self.model.no_sync():  # around the forward too: DDP decides there
                 self._backward(self._forward_and_loss())
+        elif run.is_ddp and run.units is None:
+            with self._averaging_missed():
+                self._backward(self._forward_and_loss())
         else:
             self._backward(self._forward_and_loss())
         stepper = run.stepper
         if not stepper.is_simple and stepper.synchronises and stepper.window.closes:
             stepper.finish()  # here too, because a subclass may write out what comes next
+
+    def _averaging_missed(self) -> AbstractContextManager[None]:
+        return averaging_missed(self.model, watches_backward=self.overrides("backward_step"))
 
     def _forward_and_loss(self, announce: bool = True) -> BatchOutput:
         """Run the loss hook on `state.batch` with the events around it, and track the loss."""
@@ -438,7 +446,12 @@ class TrainerLoop(EvaluationLoop):
         for index, part in enumerate(parts):
             state.batch, is_last = part, index == len(parts) - 1
             run.part = Part(len(parts), is_last, rows)
-            with self.model.no_sync() if run.is_ddp and not (synchronises and is_last) else nullcontext():
+            region: AbstractContextManager[object] = nullcontext()
+            if run.is_ddp and not (synchronises and is_last):
+                region = self.model.no_sync()
+            elif run.is_ddp and run.units is None:
+                region = self._averaging_missed()
+            with region:
                 output = self._forward_and_loss(announce=False)
                 outputs.append(output)
                 if is_last:

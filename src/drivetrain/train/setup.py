@@ -44,7 +44,7 @@ from drivetrain.train.failures import prepare_recovery
 from drivetrain.train.items import LossCounting
 from drivetrain.train.joint_step import loss_graph_of
 from drivetrain.train.logbook import StepLosses
-from drivetrain.train.run import Run
+from drivetrain.train.run import Run, TrainingData
 from drivetrain.train.signatures import check_hooks
 
 if TYPE_CHECKING:
@@ -146,11 +146,8 @@ def prepare_evaluation(
     run.config = trainer._create_run_config(batch_size, 1, 1, None, None)
 
 
-def prepare_loop(trainer: "TrainerLoop") -> None:
-    """Decide what the loop would otherwise ask at every step. Plugins have acted at FIT_START."""
-    run, state, engine = trainer.run, trainer.state, trainer.engine
-    settings, data, measures = run.require_settings(), run.data, run.measures
-
+def read_epoch_length(data: TrainingData) -> None:
+    """Read how many batches the coming epoch has: a dataset may have grown since the last one."""
     data.batches_per_epoch = loaders.length(data.train)
     lengths = all_gather_values(data.batches_per_epoch)
     if len(set(lengths)) > 1:  # the others would wait forever for the shorter one
@@ -159,6 +156,14 @@ def prepare_loop(trainer: "TrainerLoop") -> None:
             f"the training loaders of the ranks have different numbers of batches ({listing}), but all ranks must train the same "
             "number. Give every rank the same dataset, which the Trainer splits, or loaders of the same length."
         )
+
+
+def prepare_loop(trainer: "TrainerLoop") -> None:
+    """Decide what the loop would otherwise ask at every step. Plugins have acted at FIT_START."""
+    run, state, engine = trainer.run, trainer.state, trainer.engine
+    settings, data, measures = run.require_settings(), run.data, run.measures
+
+    read_epoch_length(data)
     data.source = loaders.smart_loader(data.train)
     if data.source is not None:
         data.may_pad = run.stepper.window.world > 1
@@ -170,6 +175,12 @@ def prepare_loop(trainer: "TrainerLoop") -> None:
         run.algorithms_only = Engine(state, plugins=state.algorithms, host=trainer)
     run.is_ddp = isinstance(state.model, nn.parallel.DistributedDataParallel)
     run.microbatch_size = find_microbatch_size(trainer, settings.microbatch_size)
+    manual = [repr(name) for name, unit in run.units.items() if unit.manual] if run.units is not None else []
+    if run.microbatch_size is not None and manual:
+        warn(
+            f"microbatch_size={run.microbatch_size} splits a batch, and step_now updates {', '.join(manual)} (manual=True) in every part, "
+            "as it would on smaller batches. Leave microbatch_size out, or use smaller batches."
+        )
     is_recorded = torch.device(trainer.device).type == "cuda" and replays_graphs(trainer.model)
     windows = [unit.window for unit in run.units.values()] if run.units is not None else [run.stepper.window]
     is_split = run.microbatch_size is not None or any(window.length > 1 for window in windows)
