@@ -80,7 +80,7 @@ def main(
         dataloader_args={"batch_size": 64, "shuffle": True, "num_workers": 0},
         load_strategy=None if plan == "auto" else plan,
         model_fn=Decoder,  # trials build the model again in their own processes
-        time_limit=time_limit,
+        time_limit=time_limit if plan == "auto" else None,
         save_strategy_to_file=save_to,
     )
     if not status:

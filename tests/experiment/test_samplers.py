@@ -1,5 +1,6 @@
 """Searching with Optuna."""
 
+import os
 import shutil
 
 import pytest
@@ -146,6 +147,24 @@ def test_a_study_in_a_file_is_continued_and_shared(tmp_path, file):
     study = optuna.load_study(study_name="together", storage=config.make_storage())
     values = {t.user_attrs["trial"]: t.value for t in study.trials if t.user_attrs["sweep"] == first.folder.name}
     assert values[0] == first[0].value and values[1] == pytest.approx(first[1].value)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no list of open files")
+@pytest.mark.parametrize("address", ["{}", "sqlite:///{}"])
+def test_a_search_leaves_no_database_open(tmp_path, address):
+    place = (tmp_path / "study.db").resolve()
+    sampler = OptunaSampler(make_space(SPACE, ParameterSet()), 2, config=OptunaConfig(storage=address.format(place)))
+    result = sweep(bowl, SPACE, sampler=sampler, params={"output_dir": str(tmp_path)})
+    assert len(result) == len(sampler.study.trials) == 2
+    opened = [os.path.realpath(f"/proc/self/fd/{entry}") for entry in os.listdir("/proc/self/fd")]
+    assert place.is_file() and str(place) not in opened
+
+
+def test_a_database_in_memory_is_kept_from_query_to_query():
+    storage = OptunaConfig(storage="sqlite:///:memory:").make_storage()
+    optuna.create_study(storage=storage)
+    assert len(optuna.get_all_study_summaries(storage=storage)) == 1
+    storage.remove_session(), storage.engine.dispose()
 
 
 def test_settings_of_optuna_are_checked_and_a_password_is_not_written():

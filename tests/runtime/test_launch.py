@@ -6,9 +6,11 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, PContext
 
 from drivetrain.core.errors import ConfigError, DistributedError
 from drivetrain.runtime.collectives import all_gather_values, distributed_barrier
@@ -16,7 +18,7 @@ from drivetrain.runtime.environment import in_launched_process
 from drivetrain.runtime.group import init_distributed
 from drivetrain.runtime.launch import WorkerFailed, launch, notebook_launcher
 from drivetrain.runtime.ranks import get_num_processes, get_rank
-from drivetrain.runtime.workers import _check_sendable, report_failure
+from drivetrain.runtime.workers import _check_sendable, report_failure, watched_workers
 
 forks = pytest.mark.usefixtures("can_fork")
 ROOT = Path(__file__).parents[2]
@@ -96,6 +98,25 @@ def test_workers_that_leave_before_their_function_returns_have_no_value(leave):
     with limited_time(60):
         assert launch(work, 2, args=([1],)) == ["done", None]
         assert launch(work, 2, args=([0, 1],)) == [None, None]
+
+
+@forks
+def test_a_launch_does_without_names_of_torch_that_another_version_may_lack(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        for owner in (MultiprocessContext, PContext):
+            patch.delattr(owner, "_poll")
+        with watched_workers(tmp_path):
+            assert not hasattr(MultiprocessContext, "_poll")
+    own = MultiprocessContext._poll
+    with monkeypatch.context() as patch:
+        patch.setattr(MultiprocessContext, "_poll", lambda context: None)
+        with watched_workers(tmp_path):
+            for context in (
+                SimpleNamespace(),
+                SimpleNamespace(_pc=SimpleNamespace(processes=[SimpleNamespace(exitcode=0)])),
+            ):
+                assert MultiprocessContext._poll(context) is None
+    assert MultiprocessContext._poll is own
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import os
 import random
 import sys
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -229,7 +230,12 @@ def test_a_block_may_draw_without_changing_the_generators():
     assert (torch.rand(3).tolist(), np.random.rand(), random.random()) == inside
 
 
-@pytest.mark.skipif(sys.implementation.name != "cpython", reason="other interpreters copy their generators each time")
+@pytest.mark.skipif(
+    sys.implementation.name != "cpython"
+    or not hasattr(random, "_inst")
+    or not hasattr(np.random.standard_normal, "__self__"),
+    reason="generators that cannot be looked at are copied each time",
+)
 def test_generators_that_nobody_has_used_are_neither_copied_nor_set_again(kept_rng, monkeypatch):
     set_seed(3)
     calls = []
@@ -253,6 +259,24 @@ def test_generators_that_nobody_has_used_are_neither_copied_nor_set_again(kept_r
         assert not same_state(before, capture_rng())
         restore_rng(before)
         assert same_state(before, capture_rng()) and [draw() for _ in range(5)] == numbers
+
+
+def test_generators_whose_memory_is_not_known_continue_exactly(kept_rng, monkeypatch):
+    monkeypatch.setattr(seeds, "PYTHON_MEMORY", seeds._memory_of(None))
+    module = SimpleNamespace(
+        **(vars(np.random) | {"standard_normal": lambda: None})
+    )  # which does not show its generator
+    monkeypatch.setitem(sys.modules, "numpy.random", module)
+    monkeypatch.setattr(seeds, "_normal_memory", seeds._normal_memory.__wrapped__)
+    assert seeds._normal_memory() is None and seeds._python_memory() is None and seeds._numpy_memory() is None
+    set_seed(3)
+    draws()
+    assert seeds.held_normal() is not None
+    before = capture_rng()
+    numbers = draws()
+    assert seeds.held_normal() is None and not same_state(before, capture_rng())
+    restore_rng(before)
+    assert same_state(before, capture_rng()) and draws() == numbers
 
 
 def test_a_normal_that_is_held_belongs_to_the_state_also_where_the_words_are_the_same(kept_rng):

@@ -15,7 +15,7 @@ from drivetrain.core.arguments import only_begins
 from drivetrain.core.errors import ConfigError, ConfigTypeError, EngineError, did_you_mean, nearest_name
 from drivetrain.core.event import EVENT_OF_HOOK, OCCASIONAL_HOOKS, SPELLINGS, Event, spellings
 from drivetrain.core.plugin import PHASES, Algorithm, Callback, Logger, Phase, Plugin, plugin_name
-from drivetrain.core.types import Settings
+from drivetrain.core.types import Item, Settings
 
 _BASES: frozenset[type] = frozenset({object, Plugin, Algorithm, Callback})
 _OWN_NAMES = frozenset(name for base in _BASES for name in vars(base))
@@ -321,7 +321,7 @@ def _versions(state: object, parameters: "_Parameters") -> list[list[object]]:
     return found
 
 
-def _other_versions(state: Any, old: list[list[object]], parameters: "_Parameters") -> Iterator[tuple[str, str]]:
+def _other_versions(state: Item, old: list[list[object]], parameters: "_Parameters") -> Iterator[tuple[str, str]]:
     """Yield field and path of every tensor that was written to; of a field with other tensors than before only the field."""
     new = _versions(state, parameters)
     for field, was, now in zip((*_COUNTED, "model", "grads"), old, new):
@@ -345,7 +345,7 @@ class _Parameters:
         self._owners: list[dict[str, object]] = []
         self._children: list[object] = []
 
-    def of(self, model: Any) -> list[Any]:
+    def of(self, model: Item) -> list[Item]:
         """Return the parameters of all modules, with None for those that are not set."""
         if not hasattr(model, "named_modules"):
             return []
@@ -355,7 +355,7 @@ class _Parameters:
             self._children = [one for held in self._held for one in held.values()]
         return [p for owner in self._owners for p in owner.values()]
 
-    def names(self, model: Any) -> list[str]:
+    def names(self, model: Item) -> list[str]:
         """Return the names of what `of` returns."""
         return [f"{path}.{name}".lstrip(".") for path, m in model.named_modules() for name in m._parameters]
 

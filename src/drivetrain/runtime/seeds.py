@@ -94,16 +94,16 @@ def _seed_python_and_numpy(seed: int) -> None:
 MT19937_BYTES = 624 * 4 + 4  # the state words and the position among them, which Python has in front and numpy behind
 
 
-def _memory_of(generator: random.Random) -> int | None:
+def _memory_of(generator: random.Random | None) -> int | None:
     """Return where the position and the words of one of Python's generators are; None where they are not where CPython has them."""
     head = object.__basicsize__
-    if sys.implementation.name != "cpython" or _random.Random.__basicsize__ < head + MT19937_BYTES:
+    if sys.implementation.name != "cpython" or generator is None or _random.Random.__basicsize__ < head + MT19937_BYTES:
         return None
     position, *words = (ctypes.c_uint32 * 625).from_address(id(generator) + head)
     return id(generator) + head if (*words, position) == generator.getstate()[1] else None
 
 
-PYTHON_MEMORY = _memory_of(random._inst)  # of the generator behind the functions of the module
+PYTHON_MEMORY = _memory_of(getattr(random, "_inst", None))  # of the generator behind the functions of the module
 _NORMAL = "@id"  # whether numpy's generator holds a normal, and that normal
 _known: dict[str, tuple[object, StateDict]] = {}
 """The last copy of Python's and of numpy's generator, and what their memory held then."""

@@ -135,26 +135,28 @@ def watched_workers(pids: Path) -> Iterator[None]:
     """Watch the workers that announce themselves in `pids` while the agent runs."""
     from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 
-    collect_results = MultiprocessContext._poll
+    collect_results = getattr(MultiprocessContext, "_poll", None)  # torch's own: another version may not have it
 
     def poll(context: MultiprocessContext) -> "RunProcsResult | None":
+        assert collect_results is not None
         results = collect_results(context)
-        with suppress(
-            AttributeError
-        ):  # another version of torch may have other names: the launch then waits, as torch's own does
-            workers = context._pc.processes if results is None and context._pc is not None else ()
-            for rank, worker in enumerate(workers):
-                # A worker that returns waits for the others. One that has ended before them sends nothing any more.
-                if worker.exitcode == 0 and rank not in context._return_values and context._ret_vals[rank].empty():
-                    context._return_values[rank] = None
-                    (pids / str(worker.pid)).unlink(missing_ok=True)
+        workers = getattr(getattr(context, "_pc", None), "processes", ()) if results is None else ()
+        returned, coming = getattr(context, "_return_values", {}), getattr(context, "_ret_vals", {})
+        for rank, worker in enumerate(workers):
+            # A worker that returns waits for the others. One that has ended before them sends nothing any more.
+            if worker.exitcode == 0 and rank not in returned and rank in coming and coming[rank].empty():
+                returned[rank] = None
+                (pids / str(worker.pid)).unlink(missing_ok=True)
         return results
 
     done = threading.Event()
     watcher = threading.Thread(target=_kill_survivors, args=(pids, done), name="drivetrain-worker-watch", daemon=True)
     watcher.start()
     try:
-        with _forwarded_signal(pids), with_attributes(MultiprocessContext, _poll=poll):
+        with (
+            _forwarded_signal(pids),
+            with_attributes(MultiprocessContext, **{"_poll": poll} if collect_results else {}),
+        ):
             yield
     finally:
         done.set()

@@ -258,11 +258,8 @@ class TrainerLoop(EvaluationLoop):
             run.repeat.remember(run, self.state, batch)
         if run.microbatch_size is not None:
             self._perform_micro_batches(batch)
-        elif run.is_ddp and not run.stepper.synchronises:
-            with self.model.no_sync():  # around the forward too: DDP decides there
-                self._backward(self._forward_and_loss())
-        elif run.is_ddp and run.units is None:
-            with self._averaging_missed():
+        elif run.is_ddp:
+            with self._in_ddp(run.stepper.synchronises):  # around the forward too: DDP decides there
                 self._backward(self._forward_and_loss())
         else:
             self._backward(self._forward_and_loss())
@@ -270,7 +267,12 @@ class TrainerLoop(EvaluationLoop):
         if not stepper.is_simple and stepper.synchronises and stepper.window.closes:
             stepper.finish()  # here too, because a subclass may write out what comes next
 
-    def _averaging_missed(self) -> AbstractContextManager[None]:
+    def _in_ddp(self, synchronises: bool) -> AbstractContextManager[None]:
+        """Return the context of a forward and backward pass of a DDP model."""
+        if not synchronises:
+            return self.model.no_sync()
+        if self.run.units is not None:
+            return nullcontext()
         return averaging_missed(self.model, watches_backward=self.overrides("backward_step"))
 
     def _forward_and_loss(self, announce: bool = True) -> BatchOutput:
@@ -446,12 +448,7 @@ class TrainerLoop(EvaluationLoop):
         for index, part in enumerate(parts):
             state.batch, is_last = part, index == len(parts) - 1
             run.part = Part(len(parts), is_last, rows)
-            region: AbstractContextManager[object] = nullcontext()
-            if run.is_ddp and not (synchronises and is_last):
-                region = self.model.no_sync()
-            elif run.is_ddp and run.units is None:
-                region = self._averaging_missed()
-            with region:
+            with self._in_ddp(synchronises and is_last) if run.is_ddp else nullcontext():
                 output = self._forward_and_loss(announce=False)
                 outputs.append(output)
                 if is_last:

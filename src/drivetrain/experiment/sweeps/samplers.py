@@ -162,17 +162,25 @@ class OptunaConfig:
         }
         return makers[self.pruner]()
 
-    def make_storage(self) -> "str | optuna.storages.BaseStorage | None":
+    def make_storage(self) -> "optuna.storages.BaseStorage | None":
         """Return Optuna's storage; a path becomes a SQLite database or, if it ends in .log, Optuna's journal."""
-        if self.storage is None or "://" in self.storage:
-            return self.storage
-        path = Path(self.storage).resolve()
-        if path.suffix != ".log":
-            return f"sqlite:///{path}"
-        from optuna.storages import JournalStorage
-        from optuna.storages.journal import JournalFileBackend
+        if self.storage is None:
+            return None
+        from optuna import storages
 
-        return JournalStorage(JournalFileBackend(str(path)))
+        path = Path(self.storage).resolve()
+        if "://" not in self.storage and path.suffix == ".log":
+            from optuna.storages.journal import JournalFileBackend
+
+            return storages.JournalStorage(JournalFileBackend(str(path)))
+        from sqlalchemy.engine import make_url
+        from sqlalchemy.pool import NullPool, QueuePool
+
+        address = self.storage if "://" in self.storage else f"sqlite:///{path}"
+        url = make_url(address)
+        # A file is closed after each query. A database in memory, which has another pool, would be lost.
+        is_file = url.get_backend_name() == "sqlite" and url.get_dialect().get_pool_class(url) is QueuePool
+        return storages.RDBStorage(address, engine_kwargs={"poolclass": NullPool} if is_file else None)
 
 
 class OptunaSampler(_CountingSampler):
