@@ -1,8 +1,9 @@
 """Attributes that change in training and that no `state_dict` holds: a number that a module counts, a queue of tensors, a generator.
 
 The parts of a session are watched from the moment it gets them: modules of the model and the loss, other losses that are objects, and
-schedulers and plugins without a state of their own. Their attributes as they were then are known by digests. What is different when a
-state is taken is a part of the state. What is different but cannot be saved is named in a warning, once.
+schedulers without a state of their own. Their attributes as they were then are known by digests. What is different when a state is taken
+is a part of the state. What is different but cannot be saved is named in a warning, once. Callbacks and algorithms save what they return
+from `state_dict`, because a count of theirs may be meant for one process only.
 
 Not state: parameters, modules, functions, results that still have a graph, and what `nn.Module` itself keeps. Objects that a part holds
 are parts too if their class comes from the same package, which leaves out writers, trackers and trainers. Every rank saves its own, as
@@ -26,7 +27,6 @@ from drivetrain.context.kinds import ItemHolder, Kind, Restore, keep
 from drivetrain.context.values import restore_tensor
 from drivetrain.core.containers import join_path, leaves
 from drivetrain.core.errors import warn
-from drivetrain.core.plugin import Plugin
 from drivetrain.core.types import Item, Saved, StateDict
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.wrapping import clean_key, inner_attribute, unwrap
@@ -41,7 +41,6 @@ _OF_TORCH = frozenset(vars(nn.Module())) | {"training"}
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, types.ModuleType)
 _NEVER = (nn.Parameter, nn.Module, Optimizer, type, weakref.ref, *_FUNCTIONS)
 _CONTAINERS = (list, tuple, dict, set, deque, Mapping, np.ndarray)
-_NUMBERS = (bool, int, float)
 _DEPTH = 3  # objects in objects of a part
 _NOT_STATE = ""
 
@@ -58,26 +57,26 @@ class PlainAttributes:
 
     def watch(self, session: ItemHolder) -> None:
         """Take down the attributes of all parts that are new. One that can be saved needs no warning that it has no `state_dict`."""
-        for path, part, only in _parts(session):
+        for path, part in _parts(session):
             if part in self._start:
                 continue
-            start = self._start[part] = {name: _digest(value) for name, value in _attributes(part, only)}
+            start = self._start[part] = {name: _digest(value) for name, value in _attributes(part)}
             if not any(digest.startswith("?") for digest in start.values()):
                 session._needs_no_warning(path)
 
     def changed(self, session: ItemHolder) -> Iterator[tuple[str, str, object, bool]]:
         """Yield path, name and value of each attribute that has changed, and whether it is new. What cannot be saved is named."""
-        for path, part, only in _parts(session):
+        for path, part in _parts(session):
             start = self._start.get(part)
             if start is None:
                 continue
-            for name, value in _attributes(part, only):
+            for name, value in _attributes(part):
                 digest = _digest(value)
                 if digest in (_NOT_STATE, start.get(name)):
                     continue
                 if not digest.startswith("?"):
                     yield path, name, value, name not in start
-                elif only is None:
+                else:
                     self._warn(path, name, part, value)
 
     def _warn(self, path: str, name: str, part: object, value: object) -> None:
@@ -111,13 +110,13 @@ class AttributesKind(Kind):
         return saved
 
     def fit(self, item: PlainAttributes, saved: Saved, loading: "Loading", path: str) -> Restore:
-        parts = {name: part for name, part, _ in _parts(loading._root)}
+        parts = dict(_parts(loading._root))
         places: list[tuple[object, str, object, object]] = []
         for part_path, entries in saved.items():
             part = parts.get(part_path)
-            if part is None and part_path.partition(".")[0] in ("schedulers", "algorithms", "callbacks"):
-                continue  # a run may be continued with other ones
-            held = {} if part is None else dict(_attributes(part, None))
+            if part is None and part_path.partition(".")[0] == "schedulers":
+                continue  # a run may be continued with another one
+            held = {} if part is None else dict(_attributes(part))
             for name, entry in entries.items():
                 if part is None or not (name in held or entry["is_new"]):
                     warn(f"{join_path(part_path, name)} was saved and is not there now: its value is not used.")
@@ -138,10 +137,10 @@ class AttributesKind(Kind):
         return "what has changed since the session got its parts"
 
 
-def _parts(session: ItemHolder) -> Iterator[tuple[str, Item, tuple[type, ...] | None]]:
-    """Yield path and object of each part, and the types that count in it: None for all."""
+def _parts(session: ItemHolder) -> Iterator[tuple[str, Item]]:
+    """Yield path and object of each part."""
     items, seen = session._items(), set[int]()
-    for path, owner, only in _owners(items):
+    for path, owner in _owners(items):
         if isinstance(owner, nn.Module):
             root = unwrap(owner)
             named = list(root.named_modules())
@@ -149,38 +148,28 @@ def _parts(session: ItemHolder) -> Iterator[tuple[str, Item, tuple[type, ...] | 
             for name, module in named:
                 if name not in shells:
                     where = clean_key(root, name) if shells else name
-                    yield from _with_held(join_path(path, where) if name else path, module, only, seen, _DEPTH)
+                    yield from _with_held(join_path(path, where) if name else path, module, seen, _DEPTH)
         elif hasattr(owner, "__dict__") and not isinstance(owner, _NEVER):
-            yield from _with_held(path, owner, only, seen, _DEPTH)
+            yield from _with_held(path, owner, seen, _DEPTH)
 
 
-def _owners(items: Mapping[str, Item]) -> Iterator[tuple[str, Item, tuple[type, ...] | None]]:
-    yield "model", items.get("model"), None
-    yield "loss_fn", items.get("loss_fn"), None
+def _owners(items: Mapping[str, Item]) -> Iterator[tuple[str, Item]]:
+    yield "model", items.get("model")
+    yield "loss_fn", items.get("loss_fn")
     for index, scheduler in enumerate(items.get("schedulers") or ()):
         if not hasattr(scheduler, "state_dict"):
-            yield f"schedulers.{index}", scheduler, None
-    for group in ("algorithms", "callbacks"):
-        names: list[str] = []
-        for plugin in items.get(group) or ():
-            name, cls = type(plugin).__name__, type(plugin)
-            names.append(name)
-            is_own = cls.__module__.partition(".")[0] == "drivetrain"
-            if not is_own and getattr(cls, "state_dict", Plugin.state_dict) is Plugin.state_dict:
-                yield f"{group}.{name}#{names.count(name)}", plugin, _NUMBERS
+            yield f"schedulers.{index}", scheduler
 
 
-def _with_held(
-    path: str, part: Item, only: tuple[type, ...] | None, seen: set[int], depth: int
-) -> Iterator[tuple[str, Item, tuple[type, ...] | None]]:
+def _with_held(path: str, part: Item, seen: set[int], depth: int) -> Iterator[tuple[str, Item]]:
     """Yield a part and, with their paths, the objects of its own package that it holds."""
     if id(part) in seen or not type(part).__weakrefoffset__:
         return
     seen.add(id(part))
-    yield path, part, only
-    for name, value in vars(part).items() if depth and only is None else ():
+    yield path, part
+    for name, value in vars(part).items() if depth else ():
         if type(value) not in PLAIN and name not in _OF_TORCH and _is_of_package(value, part):
-            yield from _with_held(join_path(path, name), value, only, seen, depth - 1)
+            yield from _with_held(join_path(path, name), value, seen, depth - 1)
 
 
 def _is_of_package(value: object, part: object) -> bool:
@@ -200,10 +189,10 @@ def _is_of_package(value: object, part: object) -> bool:
     }
 
 
-def _attributes(part: Item, only: tuple[type, ...] | None) -> Iterator[tuple[str, object]]:
+def _attributes(part: Item) -> Iterator[tuple[str, object]]:
     """Yield names and values of a part's attributes that may be state, and a module's buffers that are not saved."""
     for name, value in vars(part).items():
-        if name in _OF_TORCH or (only is not None and type(value) not in only and generator_kind(value) is None):
+        if name in _OF_TORCH:
             continue
         if type(value) in PLAIN or not (isinstance(value, _NEVER) or _is_of_package(value, part)):
             yield name, value
