@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.runtime import memory, workers
+from drivetrain.runtime import limits, workers
 from drivetrain.runtime.device import device_memory
 
 VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
@@ -27,14 +27,14 @@ Pages purgeable:                           1000.
 
 def test_this_machine_has_memory_and_this_process_uses_less():
     available, total = device_memory("cpu")
-    assert 0 < available <= total and 0 < memory.peak_process_bytes() < total
+    assert 0 < available <= total and 0 < limits.peak_process_bytes() < total
 
 
 def on(monkeypatch, platform, **names):
     """Let the module see another system."""
-    monkeypatch.setattr(memory, "sys", types.SimpleNamespace(platform=platform))
+    monkeypatch.setattr(limits, "sys", types.SimpleNamespace(platform=platform))
     for name, value in names.items():
-        monkeypatch.setattr(memory, name, value)
+        monkeypatch.setattr(limits, name, value)
 
 
 def no_file(*args, **kwargs):
@@ -55,11 +55,11 @@ def test_macos_reports_what_it_can_give_without_swapping(monkeypatch):
     monkeypatch.setattr(Path, "read_text", no_file)
     answer = types.SimpleNamespace(stdout=VM_STAT)
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: answer)
-    assert memory.host_memory() == (305000 * 16384, 2**34)
+    assert limits.host_memory() == (305000 * 16384, 2**34)
     answer.stdout = "something else"
-    assert memory.host_memory() == (2**34, 2**34)
+    assert limits.host_memory() == (2**34, 2**34)
     monkeypatch.setattr(subprocess, "run", no_file)
-    assert memory.host_memory() == (2**34, 2**34)
+    assert limits.host_memory() == (2**34, 2**34)
 
 
 def test_the_peak_is_in_bytes_on_macos_and_in_kibibytes_on_linux(monkeypatch):
@@ -67,7 +67,7 @@ def test_the_peak_is_in_bytes_on_macos_and_in_kibibytes_on_linux(monkeypatch):
     monkeypatch.setitem(sys.modules, "resource", resource)
     for platform, expected in (("linux", 4096 * 1024), ("darwin", 4096)):
         on(monkeypatch, platform)
-        assert memory.peak_process_bytes() == expected
+        assert limits.peak_process_bytes() == expected
 
 
 def test_windows_fills_structures_of_its_own_layout(monkeypatch):
@@ -89,7 +89,7 @@ def test_windows_fills_structures_of_its_own_layout(monkeypatch):
     monkeypatch.setattr(ctypes, "windll", types.SimpleNamespace(kernel32=Kernel32()), raising=False)
     monkeypatch.setitem(sys.modules, "resource", None)
     on(monkeypatch, "win32", os=types.SimpleNamespace())
-    assert memory.host_memory() == (2**33, 2**34) and memory.peak_process_bytes() == 3 * 2**20
+    assert limits.host_memory() == (2**33, 2**34) and limits.peak_process_bytes() == 3 * 2**20
 
 
 def test_a_worker_that_has_ended_is_seen_without_waitid(monkeypatch):

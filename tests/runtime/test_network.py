@@ -85,9 +85,9 @@ import json, sys
 from pathlib import Path
 from drivetrain.checkpoint.folder import prepare_folder
 from drivetrain.checkpoint.writer import WriteFailedError
-from drivetrain.runtime import all_gather_values, init_distributed, shared_folder
+from drivetrain.runtime import all_gather_values, collectives, init_distributed
 import os, socket
-shared_folder.PATIENCE_SECONDS = 1
+collectives.PATIENCE_SECONDS = 1
 init_distributed()
 found = {"hosts": all_gather_values(socket.gethostname()), "interface": os.environ.get("GLOO_SOCKET_IFNAME")}
 for name in ("shared", "local"):

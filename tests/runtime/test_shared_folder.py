@@ -10,15 +10,15 @@ from drivetrain.checkpoint.folder import prepare_folder
 from drivetrain.checkpoint.writer import WriteFailedError
 from drivetrain.context.context import Context
 from drivetrain.core.locking import RUN_LOCK, FolderLock
-from drivetrain.runtime import shared_folder
+from drivetrain.runtime import collectives
+from drivetrain.runtime.collectives import why_not_shared
 from drivetrain.runtime.ranks import get_rank
-from drivetrain.runtime.shared_folder import why_not_shared
 
 
 def look(folders: list[str]) -> list[str | None]:
     """Rank 0 locks its folder; each rank looks into its own, as on machines with local disks at one path."""
     folder = Path(folders[get_rank()])
-    shared_folder.PATIENCE_SECONDS = 0.2
+    collectives.PATIENCE_SECONDS = 0.2
     with FolderLock(folder) as lock:
         found = [why_not_shared(folder, RUN_LOCK)]  # no lock at all: a disk that is gone is reported elsewhere
         if get_rank() == 0:
@@ -36,7 +36,7 @@ def test_a_rank_that_does_not_see_what_rank_0_wrote_is_named_on_all(world2, tmp_
 
 
 def start_saving(folders: list[str]) -> list[str]:
-    shared_folder.PATIENCE_SECONDS = 0.2
+    collectives.PATIENCE_SECONDS = 0.2
     directory = Path(folders[get_rank()])
     texts = []
     with pytest.raises(WriteFailedError) as error:

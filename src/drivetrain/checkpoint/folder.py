@@ -16,7 +16,7 @@ from drivetrain.checkpoint.writer import WriteFailedError
 from drivetrain.core.errors import CheckpointsExistError, FolderInUseError, warn
 from drivetrain.core.files import TEMPORARY
 from drivetrain.core.locking import FolderLock, lock_held_here
-from drivetrain.runtime.shared_folder import why_not_shared
+from drivetrain.runtime.collectives import why_not_shared
 
 WRITER_LOCK = "writer.lock"
 

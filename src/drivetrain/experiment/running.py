@@ -190,8 +190,7 @@ def _agree_on_start(
     experiment: "Experiment", resolved: Resolved, *, force: bool, folder: Path | None
 ) -> tuple[AgreedStart, FolderLock | None]:
     """Choose and lock the folder on rank 0, and broadcast the decision."""
-    from drivetrain.runtime.collectives import broadcast_from_master
-    from drivetrain.runtime.shared_folder import why_not_shared
+    from drivetrain.runtime.collectives import broadcast_from_master, why_not_shared
 
     start, lock = AgreedStart(Path(), resolved, resume.RunStart()), None
     if _rank() == 0:

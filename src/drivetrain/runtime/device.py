@@ -18,8 +18,7 @@ from torch import Tensor
 from drivetrain.core.errors import DeviceError, UnknownDeviceError, unknown_name
 from drivetrain.core.plain import plain_text
 from drivetrain.runtime.environment import launched_world
-from drivetrain.runtime.limits import cpu_limit, limited_memory
-from drivetrain.runtime.memory import host_memory
+from drivetrain.runtime.limits import cpu_limit, host_memory, limited_memory
 
 ALIASES = {"gpu": "cuda"}
 KNOWN = ("auto", "cpu", "cuda", "gpu", "mps", "xpu", "meta")

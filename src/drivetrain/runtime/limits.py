@@ -1,9 +1,15 @@
-"""What Linux allows this process: the limits of its control group and of the groups around it.
+"""What a process may use of its machine: the CPUs and the memory that there are, less what the system allows it.
 
-A container, a batch system or systemd sets them. `/proc` and the counts of CPUs describe the whole machine all the same. Both versions of
-the interface are read. In a container the files of its own group may be at the root, and the path that the kernel names may not exist.
+Linux, macOS and Windows report memory in ways of their own. On Linux a container, a batch system or systemd sets limits on the control
+group of a process and on the groups around it, while `/proc` and the counts of CPUs describe the whole machine all the same. Both versions
+of that interface are read. In a container the files of its own group may be at the root, and the path that the kernel names may not exist.
 """
 
+import ctypes
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -79,3 +85,72 @@ def _number(path: Path) -> int | None:
         return int(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # not there, or the word "max"
         return None
+
+
+def host_memory() -> tuple[int, int]:
+    """Return the available and the total bytes of this machine. Where the available ones are unknown, all count."""
+    if sys.platform == "win32":
+        return _windows_memory()
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = number_after(Path("/proc/meminfo"), "MemAvailable:")
+    if available is not None:
+        return available * 1024, total
+    with suppress(OSError, subprocess.SubprocessError, TypeError):
+        return _free_by_vm_stat(), total
+    return total, total
+
+
+def peak_process_bytes() -> int:
+    """Return the largest resident memory that this process has had."""
+    if sys.platform == "win32":
+        return _windows_peak()
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _free_by_vm_stat() -> int:
+    """Return what macOS can give a process without swapping."""
+    text = subprocess.run(["vm_stat"], capture_output=True, encoding="utf-8", timeout=10, check=True).stdout
+    page = int(re.search(r"page size of (\d+) bytes", text)[1])  # type: ignore[index]
+    return page * sum(map(int, re.findall(r"^Pages (?:free|inactive|speculative): +(\d+)\.", text, re.MULTILINE)))
+
+
+class _MemoryStatus(ctypes.Structure):
+    """MEMORYSTATUSEX of Windows; the fields after these two are about the page file."""
+
+    _fields_ = [
+        ("size", ctypes.c_uint32),
+        ("load", ctypes.c_uint32),
+        ("total", ctypes.c_uint64),
+        ("available", ctypes.c_uint64),
+    ]
+    _fields_ += [(f"other_{number}", ctypes.c_uint64) for number in range(5)]
+
+
+class _ProcessMemory(ctypes.Structure):
+    """PROCESS_MEMORY_COUNTERS of Windows; the working set is the resident memory."""
+
+    _fields_ = [
+        ("size", ctypes.c_uint32),
+        ("faults", ctypes.c_uint32),
+        ("peak", ctypes.c_size_t),
+        ("resident", ctypes.c_size_t),
+    ]
+    _fields_ += [(f"other_{number}", ctypes.c_size_t) for number in range(6)]
+
+
+def _windows_memory() -> tuple[int, int]:
+    status = _MemoryStatus(size=ctypes.sizeof(_MemoryStatus))
+    _kernel32().GlobalMemoryStatusEx(ctypes.byref(status))
+    return status.available, status.total
+
+
+def _windows_peak() -> int:
+    counters, own = _ProcessMemory(size=ctypes.sizeof(_ProcessMemory)), ctypes.c_void_p(-1)
+    _kernel32().K32GetProcessMemoryInfo(own, ctypes.byref(counters), counters.size)
+    return counters.peak
+
+
+def _kernel32() -> "ctypes.CDLL":
+    return ctypes.windll.kernel32  # type: ignore[attr-defined]  # of Windows only

@@ -13,8 +13,7 @@ import torch
 
 from drivetrain.core.display import format_bytes
 from drivetrain.core.errors import warn
-from drivetrain.runtime.limits import memory_kills, number_after
-from drivetrain.runtime.memory import peak_process_bytes
+from drivetrain.runtime.limits import memory_kills, number_after, peak_process_bytes
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application

@@ -15,7 +15,7 @@ from drivetrain.core.arguments import check_count, check_number
 from drivetrain.core.plugin import Logger
 from drivetrain.core.time import Interval, ensure_time
 from drivetrain.module.wrapping import wrapping_of
-from drivetrain.runtime.memory import peak_process_bytes
+from drivetrain.runtime.limits import peak_process_bytes
 from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.strategy.device_spec import preset_named_like
 from drivetrain.train.callbacks.base import TrainerCallback
