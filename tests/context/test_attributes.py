@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import tracemalloc
 from collections import deque
 
 import numpy as np
@@ -332,3 +333,17 @@ def test_a_count_of_a_callback_is_for_its_own_process(tmp_path):
             resume_from="auto",
         )
         assert trainer.state.clock.batch == done
+
+
+def test_a_large_array_of_a_module_is_not_copied_many_times_to_see_whether_it_changed():
+    model = nn.Linear(4, 2)
+    model.memory = np.zeros(1 << 22)
+    state = State(model=model)
+    state._watch()
+    tracemalloc.start()
+    saved = state.state_dict()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 * model.memory.nbytes and not saved.get("plain_attributes")
+    model.memory[7] = 1
+    assert list(state.state_dict()["plain_attributes"]["model"]) == ["memory"]
