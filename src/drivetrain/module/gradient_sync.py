@@ -89,7 +89,7 @@ def set_synchronisation(model: nn.Module, flag: bool) -> None:
 @torch.no_grad()
 def start_alike(tensors: Sequence[Tensor]) -> None:
     """Give all ranks the values of rank 0, as DDP does for a model."""
-    for tensor, value in zip(tensors, broadcast_from_master([tensor.detach() for tensor in tensors])):
+    for tensor, value in zip(tensors, broadcast_from_master([tensor.detach().cpu() for tensor in tensors])):
         tensor.copy_(value)
 
 
